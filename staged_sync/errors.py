@@ -1,0 +1,89 @@
+"""Errors for a tired person at 3 a.m.: what was expected, what was found, where, and what to do next.
+
+Every error of this library derives from `StagedSyncError`. What one rank meets is described by a `Failure`, travels in the
+next status barrier, and is raised on every trainer rank as `UpdateFailed` with the same text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+class StagedSyncError(RuntimeError):
+    """Base of every error this library raises on purpose."""
+
+
+class ConfigurationError(StagedSyncError):
+    """Everything that is wrong with args, model, checkpoint and engines, in one error, before anything is paused."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = list(problems)
+        super().__init__(bullets("weight sync cannot be set up:", self.problems))
+
+
+class CompletenessError(StagedSyncError):
+    """What the stages export is not what the HF checkpoint names: missing, extra, duplicate or wrongly shaped tensors."""
+
+
+class DeadlineExceeded(StagedSyncError):
+    """A wait took longer than it may. The text says on what, for how long, and which setting bounds it."""
+
+
+class RanksAbsent(DeadlineExceeded):
+    """Some trainer ranks did not come to a status barrier in time. `absent` is None where it could not be found out."""
+
+    def __init__(self, message: str, absent: tuple[int, ...] | None) -> None:
+        self.absent = absent
+        super().__init__(message)
+
+
+class EngineError(StagedSyncError):
+    """A rollout engine answered with an error, refused, or died."""
+
+    def __init__(self, engine: int, method: str, reason: str) -> None:
+        self.engine = engine
+        super().__init__(f"rollout engine {engine} failed in {method}: {reason}")
+
+
+class TransportError(StagedSyncError):
+    """A transfer group cannot be opened or cannot move bytes."""
+
+
+class GatherError(StagedSyncError):
+    """A gather inside the trainer failed: the group cannot be used again in this update, so the export is not drained."""
+
+
+class UpdateInProgress(StagedSyncError):
+    """`update_weights` was called while another one runs on this rank."""
+
+
+class UpdateFailed(StagedSyncError):
+    """An update failed on some rank or engine; raised on every trainer rank with the same `failures`."""
+
+    def __init__(self, failures: Sequence[Failure], *, aftermath: str) -> None:
+        self.failures = tuple(failures)
+        self.aftermath = aftermath
+        super().__init__("\n".join([bullets("weight update failed:", [f.text() for f in self.failures]), aftermath]))
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What went wrong on one trainer rank, and where it stood: what a status barrier carries."""
+
+    rank: int
+    where: str
+    kind: str
+    message: str
+
+    def text(self) -> str:
+        return f"rank {self.rank} ({self.where}): {self.kind}: {self.message}"
+
+
+def bullets(title: str, lines: Iterable[str], *, limit: int = 50) -> str:
+    """`title`, then one line each, cut after `limit` with the number of lines left out."""
+    lines = list(lines)
+    shown = [f"  - {line}" for line in lines[:limit]]
+    if len(lines) > limit:
+        shown.append(f"  … and {len(lines) - limit} more")
+    return "\n".join([title, *shown])

@@ -1,0 +1,73 @@
+"""What an exporter is: the part that turns a stage's Megatron parameters into HF-named full tensors.
+
+The lifecycle (update_weight.py) drives it unit by unit and keeps collectives apart from what may fail locally:
+
+    for unit in exporter.units("dense"):
+        gathered = exporter.gather(unit, timeout_s=…)      # a collective: every gather peer of the pass calls it
+        if this rank is the source and nothing has failed:
+            bucket, send: exporter.convert(unit, gathered)  # local: may raise without breaking a peer
+
+so that after a failure a source can *drain*: go on gathering, converting and sending nothing, until the next status barrier.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeAlias
+
+import torch
+
+Contract = Literal["stage_local", "pipeline_collective"]
+"""`stage_local`: a stage can export alone. `pipeline_collective`: every PP rank must iterate, or the others hang."""
+
+Part = Literal["dense", "expert"]
+"""The two passes of a stage: dense gathers in the TP group; expert in the expert-TP and EP groups."""
+
+NamedTensor: TypeAlias = tuple[str, torch.Tensor]
+"""HF name and full (unsharded) tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMeta:
+    """Name, dtype and full shape of one HF tensor, without its bytes."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Unit(Protocol):
+    """One step of an export: what is gathered and converted together and never split over two buckets."""
+
+    @property
+    def label(self) -> str:
+        """The Megatron name (global layer number), for traces and errors."""
+
+
+class Exporter(Protocol):
+    contract: Contract
+
+    def problems(self) -> list[str]:
+        """Everything in this rank's model that cannot be exported, as full sentences; empty if none. Local, no communication."""
+
+    def describe(self) -> list[TensorMeta]:
+        """What this rank's stage will send, in sending order, from parameter metadata alone: no communication, no bytes.
+
+        Called on sources only. dtype and shape are exactly those of the tensors that `convert` will return.
+        """
+
+    def units(self, part: Part) -> Sequence[Unit]:
+        """The steps of one pass: same labels, order and number on every gather peer of the pass. Local."""
+
+    def gather(self, unit: Any, *, timeout_s: float) -> Any:
+        """Join the collective(s) of `unit`; returns what `convert` needs. Raises `GatherError` where the group is lost."""
+
+    def convert(self, unit: Any, gathered: Any) -> list[NamedTensor]:
+        """HF names and full tensors of `unit`. Local. The tensors need not be contiguous; they must not alias a buffer
+        that a later `gather` overwrites."""
