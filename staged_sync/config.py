@@ -1,0 +1,132 @@
+"""Reads the trainer's `args` once, into values that the rest of the library takes as required arguments.
+
+`args` is any object with Megatron's and vime's attribute names. Every problem is collected; nothing is raised here, so that
+the caller can raise all of them (from all ranks) as one `ConfigurationError` before anything is paused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+MIB = 1 << 20
+
+DEFAULT_BUFFER_BYTES = 512 * MIB
+"""vime's default of --update-weight-buffer-size."""
+
+DEFAULT_PACKED_BUFFER_BYTES = 1024 * MIB
+"""vllm/distributed/weight_transfer/packed_tensor.py, DEFAULT_PACKED_BUFFER_SIZE_BYTES: what an engine assumes that is not told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Deadlines in seconds, nested: call < phase < phase + grace < update.
+
+    `call_s` bounds one RPC, one gather, one dial, one bucket, one lock; `phase_s` one phase of the update (for `send`: one
+    stage); `update_s` the whole. Whoever waits for others in a status barrier waits `phase_s + grace_s`: the rank that is
+    late raises first, cleans up inside the grace, and brings the cause with it.
+    """
+
+    call_s: float = 120.0
+    phase_s: float = 600.0
+    update_s: float = 1800.0
+
+    @property
+    def grace_s(self) -> float:
+        return min(5.0, self.call_s)
+
+    def problems(self) -> list[str]:
+        nested = 0 < self.call_s < self.phase_s and self.phase_s + self.grace_s < self.update_s
+        if nested and self.update_s != float("inf"):
+            return []
+        return [f"deadlines must nest as 0 < update_weight_call_timeout < update_weight_phase_timeout, and "
+                f"update_weight_phase_timeout + {self.grace_s:g} s < update_weight_timeout, and be finite (got "
+                f"{self.call_s:g} s, {self.phase_s:g} s, {self.update_s:g} s): otherwise an outer wait ends before the inner "
+                f"one can say what went wrong"]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    bucket_bytes: int
+    packed: bool
+    packed_buffer_bytes: int
+    timeouts: Timeouts
+    address: str | None
+    port_range: tuple[int, int] | None
+
+
+def read_settings(args: Any) -> tuple[Settings, list[str]]:
+    """Settings from `args`, and every problem with them as a full sentence."""
+    problems: list[str] = []
+    timeouts = Timeouts(
+        call_s=_number(args, "update_weight_call_timeout", Timeouts.call_s, problems),
+        phase_s=_number(args, "update_weight_phase_timeout", Timeouts.phase_s, problems),
+        update_s=_number(args, "update_weight_timeout", Timeouts.update_s, problems))
+    problems += timeouts.problems()
+    settings = Settings(
+        bucket_bytes=int(_number(args, "update_weight_buffer_size", DEFAULT_BUFFER_BYTES, problems)),
+        packed=bool(getattr(args, "vllm_weight_sync_packed", True)),
+        packed_buffer_bytes=int(_number(args, "update_weight_packed_buffer_size", DEFAULT_PACKED_BUFFER_BYTES, problems)),
+        timeouts=timeouts,
+        address=getattr(args, "update_weight_master_address", None),
+        port_range=_port_range(getattr(args, "update_weight_port_range", None), problems))
+    return settings, problems
+
+
+def mode_problems(args: Any, quantization_config: Any) -> list[str]:
+    """What this version cannot do, said before anything is tried."""
+    problems = []
+    mode = getattr(args, "megatron_to_hf_mode", "raw")
+    if mode == "bridge":
+        problems.append("megatron_to_hf_mode must be 'raw' (got 'bridge'): bridge export is not supported yet; "
+                        "set --megatron-to-hf-mode raw")
+    elif mode != "raw":
+        problems.append(f"megatron_to_hf_mode must be 'raw' (got {mode!r})")
+    if quantization_config:
+        method = quantization_config.get("quant_method") if isinstance(quantization_config, dict) else quantization_config
+        problems.append(f"quantization_config must be empty (got quant_method {method!r}): quantised rollout is not supported "
+                        f"yet; serve the engines in the checkpoint's own dtype")
+    return problems
+
+
+def engine_counts(args: Any, engines: Sequence[Any], counts: Sequence[int] | None) -> tuple[list[int], list[str]]:
+    """Workers per engine (engine i starts at group rank `1 + sum(counts[:i])`), and what is wrong with them."""
+    if not engines:
+        return [], ["rollout_engines must name at least one engine (got none): without engines there is nobody to send to"]
+    if counts is None:
+        each = getattr(args, "rollout_num_gpus_per_engine", None)
+        if not isinstance(each, int) or each < 1:
+            return [], [f"args.rollout_num_gpus_per_engine must be a positive int where engine_gpu_counts is not given "
+                        f"(got {each!r})"]
+        return [each] * len(engines), []
+    counts = list(counts)
+    if len(counts) != len(engines):
+        return [], [f"engine_gpu_counts must have one entry per engine (got {len(counts)} counts {counts} for "
+                    f"{len(engines)} engines)"]
+    wrong = [f"engine_gpu_counts[{i}] must be a positive int (got {c!r})" for i, c in enumerate(counts)
+             if not isinstance(c, int) or c < 1]
+    return ([] if wrong else counts), wrong
+
+
+def _number(args: Any, name: str, default: float, problems: list[str]) -> float:
+    value = getattr(args, name, None)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+        problems.append(f"args.{name} must be a positive number (got {value!r})")
+        return default
+    return value
+
+
+def _port_range(value: Any, problems: list[str]) -> tuple[int, int] | None:
+    if value is None:
+        return None
+    try:
+        low, high = (int(part) for part in value)
+    except (TypeError, ValueError):
+        low, high = 0, -1
+    if not 0 < low <= high < 65536:
+        problems.append(f"args.update_weight_port_range must be two ports low <= high inside 1..65535 (got {value!r})")
+        return None
+    return low, high
