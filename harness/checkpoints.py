@@ -116,7 +116,7 @@ def _values(name: str, shape: tuple[int, ...], *, step: int, seed: int) -> torch
     if name.endswith(".bias"):
         return 0.2 * noise
     if name == "model.embed_tokens.weight":
-        return 0.3 * noise  # small beside what the layers add: a tied head would else repeat the last token
+        return 0.05 * noise  # small beside what the layers add: a tied head would else repeat the last token
     return noise / math.sqrt(shape[1])
 
 

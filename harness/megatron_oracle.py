@@ -1,0 +1,180 @@
+"""Real megatron-core models of this rank, built from and loaded with a HF checkpoint by the independent cutter (harness.cutter).
+
+torch.distributed and Megatron's parallel state must be initialised. Local layer spec, so nothing needs Transformer Engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state as mpu
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from harness import megatron_cpu
+from harness.checkpoints import read_checkpoint, read_config
+from harness.cutter import head_dim, padded_vocab_size, shard_tensors, stage_layers
+
+
+def build_megatron_model(hf_dir: str | Path, *, device: torch.device | str = "cpu",
+                         dtype: torch.dtype = torch.bfloat16) -> list[torch.nn.Module]:
+    """This rank's model chunks (one), wrapped in Float16Module as Megatron's training loop does, with `hf_dir`'s weights.
+
+    `dtype=torch.float32` leaves the wrapper out: bf16 weights held in float32, whose logits are those of transformers to
+    rounding (1e-5 instead of 1e-1), so that a comparison of forwards leaves no room for a wrong weight.
+    """
+    megatron_cpu.install()
+    hf = read_config(hf_dir)
+    tp = mpu.get_tensor_model_parallel_world_size()
+    config = transformer_config(hf, dtype=dtype)
+    model = GPTModel(
+        config,
+        get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm"),
+        vocab_size=padded_vocab_size(hf["vocab_size"], tp=tp),
+        max_sequence_length=hf["max_position_embeddings"],
+        pre_process=mpu.is_pipeline_first_stage(),
+        post_process=mpu.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=hf["tie_word_embeddings"],
+        position_embedding_type="rope",
+        rotary_base=hf["rope_theta"],
+    )
+    chunk: torch.nn.Module = model if dtype == torch.float32 else Float16Module(config, model)
+    chunks = [chunk.to(device).eval()]
+    load_step(chunks, hf_dir)
+    return chunks
+
+
+def transformer_config(hf: dict[str, Any], *, dtype: torch.dtype = torch.bfloat16) -> TransformerConfig:
+    """Megatron's configuration of the model that `hf` (config.json) describes, for this world's TP and PP sizes."""
+    pp = mpu.get_pipeline_model_parallel_world_size()
+    stages = stage_layers(hf["num_hidden_layers"], pp=pp)
+    uneven = len({len(stage) for stage in stages}) > 1
+    return TransformerConfig(
+        num_layers=hf["num_hidden_layers"],
+        num_layers_in_first_pipeline_stage=len(stages[0]) if uneven else None,
+        hidden_size=hf["hidden_size"],
+        ffn_hidden_size=hf["intermediate_size"],
+        num_attention_heads=hf["num_attention_heads"],
+        num_query_groups=hf["num_key_value_heads"],
+        kv_channels=head_dim(hf),
+        normalization="RMSNorm",
+        layernorm_epsilon=hf["rms_norm_eps"],
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=hf["model_type"] == "qwen2",
+        qk_layernorm=hf["model_type"] == "qwen3",
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        use_cpu_initialization=True,
+        tensor_model_parallel_size=mpu.get_tensor_model_parallel_world_size(),
+        pipeline_model_parallel_size=pp,
+    )
+
+
+def load_step(chunks: Sequence[torch.nn.Module], hf_dir: str | Path) -> None:
+    """Overwrite every parameter of this rank's chunk in place with `hf_dir`'s weights, as an optimizer step would.
+
+    Strict: the cutter's names must be the model's, every parameter is poisoned first, and none may stay so.
+    """
+    (chunk,) = chunks
+    model = inner(chunk)
+    hf, config = read_checkpoint(hf_dir), read_config(hf_dir)
+    tp = mpu.get_tensor_model_parallel_world_size()
+    layers = stage_layers(config["num_hidden_layers"], pp=mpu.get_pipeline_model_parallel_world_size())
+    mine = layers[mpu.get_pipeline_model_parallel_rank()]
+    built = [layer.layer_number - 1 for layer in model.decoder.layers]
+    if built != list(mine):
+        raise AssertionError(f"Megatron built layers {built} on this stage, the cutter expects {list(mine)}")
+    shards = shard_tensors(hf, config, tp=tp, tp_rank=mpu.get_tensor_model_parallel_rank(), layers=mine,
+                           first=model.pre_process, last=model.post_process,
+                           padded_vocab=padded_vocab_size(config["vocab_size"], tp=tp))
+    _assign(dict(model.named_parameters()), shards)
+
+
+@torch.no_grad()
+def _assign(parameters: dict[str, torch.nn.Parameter], shards: dict[str, torch.Tensor]) -> None:
+    if parameters.keys() != shards.keys():
+        raise AssertionError(f"the model alone has {sorted(parameters.keys() - shards.keys())}, "
+                             f"the cutter alone has {sorted(shards.keys() - parameters.keys())}")
+    for parameter in parameters.values():
+        parameter.fill_(float("nan"))
+    for name, shard in shards.items():
+        parameter = parameters[name]
+        exact = torch.promote_types(shard.dtype, parameter.dtype) == parameter.dtype
+        if parameter.shape != shard.shape or not exact:
+            raise AssertionError(f"{name} is {tuple(parameter.shape)} {parameter.dtype} in the model, "
+                                 f"{tuple(shard.shape)} {shard.dtype} from the cutter")
+        parameter.copy_(shard)
+    left = [name for name, parameter in parameters.items() if parameter.isnan().any()]
+    if left:
+        raise AssertionError(f"parameters still poisoned after loading: {left}")
+
+
+def inner(chunk: torch.nn.Module) -> Any:
+    """The GPTModel inside DDP and Float16Module."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def megatron_args(hf_dir: str | Path, **overrides: Any) -> SimpleNamespace:
+    """Training arguments with Megatron's and vime's attribute names, for `hf_dir` on this world."""
+    hf = read_config(hf_dir)
+    args = {
+        "hf_checkpoint": str(hf_dir),
+        "num_layers": hf["num_hidden_layers"],
+        "hidden_size": hf["hidden_size"],
+        "ffn_hidden_size": hf["intermediate_size"],
+        "num_attention_heads": hf["num_attention_heads"],
+        "group_query_attention": True,
+        "num_query_groups": hf["num_key_value_heads"],
+        "kv_channels": head_dim(hf),
+        "vocab_size": hf["vocab_size"],
+        "untie_embeddings_and_output_weights": not hf["tie_word_embeddings"],
+        "update_weight_buffer_size": 1 << 20,
+        "megatron_to_hf_mode": "raw",
+        "vllm_weight_sync_packed": False,
+        "rollout_num_gpus_per_engine": 1,
+    }
+    return SimpleNamespace(**(args | overrides))
+
+
+@torch.no_grad()
+def megatron_forward_logits(chunks: Sequence[torch.nn.Module], tokens: torch.Tensor, *,
+                            vocab_size: int) -> torch.Tensor | None:
+    """Logits of `tokens` (batch, sequence), int64: float32 (batch, sequence, vocab_size) on the last stage, else None.
+
+    A collective: activations travel stage by stage, the last stage gathers its vocabulary shards. Every rank must call it.
+    """
+    (chunk,) = chunks
+    model = inner(chunk)
+    batch, length = tokens.shape
+    positions = torch.arange(length, device=tokens.device).expand(batch, length)
+    mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=tokens.device).triu(1)  # True: may not be seen
+    if not model.pre_process:
+        hidden = torch.empty(length, batch, model.config.hidden_size, dtype=model.config.pipeline_dtype,
+                             device=tokens.device)
+        dist.recv(hidden, mpu.get_pipeline_model_parallel_prev_rank())
+        chunk.set_input_tensor([hidden])
+    output = chunk(tokens, positions, mask).contiguous()
+    if not model.post_process:
+        dist.send(output, mpu.get_pipeline_model_parallel_next_rank())
+        return None
+    shards = [torch.empty_like(output) for _ in range(mpu.get_tensor_model_parallel_world_size())]
+    dist.all_gather(shards, output, group=mpu.get_tensor_model_parallel_group())
+    return torch.cat(shards, dim=-1)[..., :vocab_size].float()
