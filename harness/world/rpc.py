@@ -1,0 +1,172 @@
+"""Remote calls between ranks: `handle.method.remote(**kwargs)` as with a Ray actor, over zmq and msgpack.
+
+The caller never blocks: a reference is polled. A peer that dies while it owes an answer ends the reference at once, with an
+error; the kernel says so, no message is needed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import zmq
+
+from harness.world.position import PositionLog
+from harness.world.process import Life
+from harness.world.wire import Problem, Reply, Request, decode, encode
+
+
+class RemoteCallFailed(RuntimeError):
+    """The remote method raised. `problem` has its type, text and traceback."""
+
+    def __init__(self, name: str, method: str, problem: Problem) -> None:
+        self.problem = problem
+        super().__init__(problem.line())
+        self.add_note(f"remote traceback of {method} in {name}:\n{problem.traceback}")
+
+
+class PeerDied(RuntimeError):
+    """The process that owes an answer has ended."""
+
+
+class Target(msgspec.Struct, frozen=True):
+    """How to reach something that answers remote calls; travels to the ranks that call it."""
+
+    name: str
+    address: str
+    pid: int
+    methods: list[str]
+
+
+class RemoteHandle:
+    """Stands for an object in another process. Only the methods it really has exist here."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._calls = _Calls(target)
+
+    def __getattr__(self, name: str) -> RemoteMethod:
+        if name.startswith("_") or name not in self._target.methods:
+            raise AttributeError(f"{self._target.name} has no method {name!r}; it has {', '.join(self._target.methods)}")
+        return RemoteMethod(self._calls, name)
+
+    def __repr__(self) -> str:
+        return f"RemoteHandle({self._target.name}, pid {self._target.pid})"
+
+
+class RemoteMethod:
+    def __init__(self, calls: _Calls, name: str) -> None:
+        self._calls = calls
+        self._name = name
+
+    def remote(self, **kwargs: Any) -> Reference:
+        """Send the call; returns at once."""
+        return self._calls.start(self._name, kwargs)
+
+
+class Reference:
+    """An answer that is on its way."""
+
+    def __init__(self, calls: _Calls, id: int, method: str) -> None:
+        self._calls = calls
+        self._id = id
+        self._method = method
+
+    def poll(self) -> bool:
+        """True once the answer is here or can no longer come. Never blocks."""
+        return self._calls.settled(self._id)
+
+    def fileno(self) -> int:
+        """For pollers; may become readable for another reference of the same handle."""
+        return self._calls.fileno()
+
+    def result(self) -> Any:
+        """The value, or the remote error. Only after `poll()` is True."""
+        return self._calls.take(self._id, self._method)
+
+
+class _Calls:
+    """The socket of one handle, and the answers that have come."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._ids = itertools.count()
+        self._replies: dict[int, Reply] = {}
+        self._life = Life(target.pid)
+        self._socket = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.connect(target.address)
+
+    def start(self, method: str, kwargs: dict[str, Any]) -> Reference:
+        id = next(self._ids)
+        self._socket.send(encode(Request(id, method, kwargs)))
+        return Reference(self, id, method)
+
+    def settled(self, id: int) -> bool:
+        if id not in self._replies:
+            over = self._life.over()  # asked before the mail is read: what it sent before its end still counts
+            self._drain()
+            if over:
+                self._replies.setdefault(id, Reply(id, None, Problem(PeerDied.__name__, "")))
+        return id in self._replies
+
+    def take(self, id: int, method: str) -> Any:
+        reply = self._replies.pop(id, None)
+        if reply is None:
+            raise RuntimeError(f"{self._target.name}.{method}: result() before poll() was True")
+        if reply.problem is None:
+            return reply.value
+        if reply.problem.kind == PeerDied.__name__ and not reply.problem.traceback:
+            raise PeerDied(f"{self._target.name} (process {self._target.pid}) ended while it owed the answer to {method}")
+        raise RemoteCallFailed(self._target.name, method, reply.problem)
+
+    def fileno(self) -> int:
+        return int(self._socket.getsockopt(zmq.FD))
+
+    def _drain(self) -> None:
+        while self._socket.poll(0):
+            reply = decode(self._socket.recv())
+            assert isinstance(reply, Reply), reply
+            self._replies[reply.id] = reply
+
+
+class Server:
+    """Answers remote calls with the public methods of `target`, one at a time."""
+
+    def __init__(self, address: str, position: PositionLog | None = None) -> None:
+        self.address = address
+        self.target: Any = None
+        self.socket = zmq.Context.instance().socket(zmq.ROUTER)
+        self.socket.bind(address)
+        self._position = position
+
+    def serve_one(self) -> None:
+        caller, frame = self.socket.recv_multipart()
+        request = decode(frame)
+        assert isinstance(request, Request), request
+        self._note("handle", request.method)
+        reply = answer(self.target, request)
+        self._note("handle.done" if reply.problem is None else "handle.failed", request.method)
+        self.socket.send_multipart([caller, encode(reply)])
+
+    def _note(self, event: str, method: str) -> None:
+        if self._position is not None:
+            self._position.note(event, detail=method)
+
+
+def answer(target: Any, request: Request) -> Reply:
+    """Call the method; its error, or a value that does not travel, becomes the reply's problem."""
+    try:
+        if request.method not in public_methods(target):
+            raise AttributeError(f"{type(target).__name__} has no public method {request.method!r}")
+        reply = Reply(request.id, getattr(target, request.method)(**request.kwargs))
+        encode(reply)
+        return reply
+    except Exception as error:
+        return Reply(request.id, None, Problem.of(error))
+
+
+def public_methods(target: Any) -> Sequence[str]:
+    return [name for name in dir(target) if not name.startswith("_") and callable(getattr(target, name))]

@@ -1,0 +1,177 @@
+"""What travels between controller, supervisors and ranks: msgpack by msgspec, never pickle."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+_DTYPE = 1
+"""msgpack extension code of a torch.dtype: its name without "torch."."""
+
+
+class Topology(msgspec.Struct, frozen=True):
+    """Ranks [0, trainers) are Megatron's, the next `engines` ranks are receivers with one vLLM engine each."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    engines: int = 1
+    device: str = "cpu"
+
+    @property
+    def trainers(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    @property
+    def world_size(self) -> int:
+        return self.trainers + self.engines
+
+    def actor(self, rank: int) -> str:
+        """How a rank is called in events and tables."""
+        return f"rank{rank}" if rank < self.trainers else f"engine{rank - self.trainers}"
+
+    def text(self) -> str:
+        dp = f"·dp{self.dp}" if self.dp > 1 else ""
+        return f"tp{self.tp}·pp{self.pp}{dp} + {self.engines} engine{'s' if self.engines != 1 else ''} on {self.device}"
+
+
+class Problem(msgspec.Struct, frozen=True):
+    """An exception that happened in another process."""
+
+    kind: str
+    text: str
+    traceback: str = ""
+
+    @classmethod
+    def of(cls, error: BaseException) -> Problem:
+        return cls(type(error).__name__, str(error), "".join(traceback.format_exception(error)))
+
+    def line(self) -> str:
+        return f"{self.kind}: {self.text}"
+
+
+# --- controller -> rank ------------------------------------------------------------------------------------------------
+class Start(msgspec.Struct, tag=True, frozen=True):
+    """Run `function` ("module:function") with the rank's context and `kwargs`."""
+
+    run: int
+    function: str
+    kwargs: dict[str, Any]
+
+
+class Go(msgspec.Struct, tag=True, frozen=True):
+    """Leave a freeze point."""
+
+    point: str
+
+
+# --- rank -> controller ------------------------------------------------------------------------------------------------
+class RankReady(msgspec.Struct, tag=True, frozen=True):
+    rank: int
+    pid: int
+
+
+class Reached(msgspec.Struct, tag=True, frozen=True):
+    """The rank stands at a freeze point and waits for `Go`."""
+
+    run: int
+    rank: int
+    point: str
+
+
+class Done(msgspec.Struct, tag=True, frozen=True):
+    run: int
+    rank: int
+    value: Any = None
+    problem: Problem | None = None
+
+
+# --- controller -> supervisor ------------------------------------------------------------------------------------------
+class Signal(msgspec.Struct, tag=True, frozen=True):
+    """Send a signal to the child."""
+
+    number: int
+
+
+class TakeSnapshot(msgspec.Struct, tag=True, frozen=True):
+    pass
+
+
+class Respawn(msgspec.Struct, tag=True, frozen=True):
+    """Fork a new child in the place of one that has ended."""
+
+
+class End(msgspec.Struct, tag=True, frozen=True):
+    """Kill the child, if it lives, and leave."""
+
+
+# --- supervisor -> controller ------------------------------------------------------------------------------------------
+class Supervising(msgspec.Struct, tag=True, frozen=True):
+    rank: int
+    pid: int
+    child_pid: int
+
+
+class ChildEnded(msgspec.Struct, tag=True, frozen=True):
+    rank: int
+    child_pid: int
+    how: str
+    log_tail: str
+
+
+class Snapshot(msgspec.Struct, tag=True, frozen=True):
+    """Where a rank stands, taken without its help."""
+
+    rank: int
+    child_pid: int
+    state: str
+    stacks: str
+    positions: list[dict[str, Any]]
+    log_tail: str
+
+
+# --- remote calls ------------------------------------------------------------------------------------------------------
+class Request(msgspec.Struct, tag=True, frozen=True):
+    id: int
+    method: str
+    kwargs: dict[str, Any]
+
+
+class Reply(msgspec.Struct, tag=True, frozen=True):
+    id: int
+    value: Any = None
+    problem: Problem | None = None
+
+
+Message = (Start | Go | RankReady | Reached | Done | Signal | TakeSnapshot | Respawn | End | Supervising | ChildEnded
+           | Snapshot | Request | Reply)
+
+
+def _pack(value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return msgspec.msgpack.Ext(_DTYPE, str(value).removeprefix("torch.").encode())
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} does not travel between processes; send numbers, text, lists or dicts")
+
+
+def _unpack(code: int, data: memoryview) -> Any:
+    if code != _DTYPE:
+        raise ValueError(f"unknown msgpack extension {code} on the world's control plane; expected {_DTYPE} (torch.dtype)")
+    return getattr(torch, bytes(data).decode())
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_pack)
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message, ext_hook=_unpack)
+
+
+def encode(message: Message) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode(frame: bytes) -> Message:
+    return _decoder.decode(frame)
