@@ -1,0 +1,179 @@
+"""Cooperative tasks on greenlets and a virtual clock: nothing here knows about weights.
+
+A task runs until it waits. When nobody can run, the clock jumps to the nearest deadline (a *stall*: in a healthy protocol
+nobody waits for time to pass); when there is no deadline either, that is a `Deadlock`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from greenlet import GreenletExit, getcurrent, greenlet
+
+from harness.recording.scheduler import Scheduler, round_robin
+
+MAX_STEPS = 1_000_000
+
+
+class Deadlock(AssertionError):
+    """Nobody can run and no deadline will ever wake anybody. `table` says who waits for what."""
+
+    def __init__(self, table: str) -> None:
+        self.table = table
+        super().__init__(f"deadlock: nobody can run and no deadline is pending\n{table}")
+
+
+class StepBound(AssertionError):
+    """The run took more steps than any protocol needs: somebody polls without waiting (a spin loop)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """What a task waits for. `missing` is asked only when a report is printed."""
+
+    operation: str
+    group: str = ""
+    missing: Callable[[], str] = lambda: ""
+
+
+IDLE = Waiting("idle")
+"""A server without a request: blocked, but waiting for nobody in particular; left out of reports."""
+
+
+@dataclass(eq=False)
+class Task:
+    """One trainer rank, engine or engine worker. A daemon does not keep a run from ending."""
+
+    index: int
+    name: str
+    daemon: bool
+    greenlet: greenlet = field(repr=False)
+    ready: Callable[[], bool] = lambda: True
+    deadline_s: float = math.inf
+    waiting: Waiting | None = None
+    finished: bool = False
+    died: bool = False
+    result: Any = None
+    error: BaseException | None = field(default=None, repr=False)
+
+
+class Kernel:
+    """Runs tasks one at a time. `table` renders the blocked tasks for reports (the world adds positions)."""
+
+    def __init__(self, scheduler: Scheduler = round_robin, *, max_steps: int = MAX_STEPS,
+                 table: Callable[[Sequence[Task]], str] | None = None) -> None:
+        self.now_s = 0.0
+        self.tasks: list[Task] = []
+        self.stalls: list[str] = []
+        self.closing = False
+        self._scheduler = scheduler
+        self._max_steps = max_steps
+        self._table = table or plain_table
+        self._hub = getcurrent()
+        self._current: Task | None = None
+        self._previous: Task | None = None
+        self._spawned = 0
+
+    def spawn(self, name: str, function: Callable[[], Any], *, daemon: bool = False) -> Task:
+        """Add a task; it first runs when the scheduler chooses it."""
+        task = Task(self._spawned, name, daemon, greenlet(lambda: self._body(task, function), parent=self._hub))
+        self._spawned += 1
+        self.tasks.append(task)
+        return task
+
+    def wait(self, ready: Callable[[], bool], waiting: Waiting, *, deadline_s: float = math.inf) -> bool:
+        """Give way until `ready()` (True) or the clock reaches `deadline_s` (False). Always a scheduling point."""
+        task = self._task()
+        task.ready, task.waiting, task.deadline_s = ready, waiting, deadline_s
+        self._hub.switch()
+        if self.closing:
+            raise GreenletExit
+        task.waiting, task.ready, task.deadline_s = None, _always, math.inf
+        return ready()
+
+    def die(self) -> None:
+        """The current task ends here as a killed process does: no `finally` of it runs while the run lasts."""
+        task = self._task()
+        task.finished = task.died = True
+        self._hub.switch()
+        raise GreenletExit
+
+    def run(self) -> None:
+        """Until every task that is no daemon has finished, and the daemons have nothing left to do."""
+        for _ in range(self._max_steps):
+            runnable = self._runnable()
+            if runnable:
+                self._step(runnable)
+            elif all(task.finished or task.daemon for task in self.tasks):
+                return
+            else:
+                self._advance_clock()
+        raise StepBound(f"no end after {self._max_steps} steps: somebody polls without waiting\n"
+                        f"{self._table(self.blocked())}")
+
+    def blocked(self) -> list[Task]:
+        """Tasks that wait for somebody, in spawning order."""
+        return [t for t in self.tasks if not t.finished and t.waiting is not None and t.waiting is not IDLE]
+
+    def reap(self) -> None:
+        """Forget finished tasks, so that a long world does not slow down."""
+        self.tasks = [task for task in self.tasks if not task.finished]
+
+    def kill(self, tasks: Sequence[Task]) -> None:
+        """Unwind what has not ended. Their `finally` blocks run, but every wait in them ends at once."""
+        self.closing = True
+        try:
+            for task in tasks:
+                if not task.greenlet.dead:
+                    self._current = task
+                    task.greenlet.throw(GreenletExit)
+                task.finished = True
+        finally:
+            self.closing, self._current = False, None
+
+    def _body(self, task: Task, function: Callable[[], Any]) -> None:
+        try:
+            task.result = function()
+        except GreenletExit:
+            pass
+        except BaseException as error:  # noqa: BLE001  a task's exception is a result, the run goes on
+            task.error = error
+        finally:
+            task.finished, task.waiting = True, None
+
+    def _task(self) -> Task:
+        if self.closing:
+            raise GreenletExit
+        if self._current is None:
+            raise RuntimeError("only a task can wait: call this inside world.run(fn)")
+        return self._current
+
+    def _runnable(self) -> list[Task]:
+        return [t for t in self.tasks if not t.finished and (t.deadline_s <= self.now_s or t.ready())]
+
+    def _step(self, runnable: Sequence[Task]) -> None:
+        self._current = self._previous = self._scheduler(runnable, self._previous)
+        self._current.greenlet.switch()
+        self._current = None
+
+    def _advance_clock(self) -> None:
+        table = self._table(self.blocked())
+        pending = [t.deadline_s for t in self.tasks if not t.finished and t.deadline_s < math.inf]
+        if not pending:
+            raise Deadlock(table)
+        if not self.stalls or self.stalls[-1] != table:
+            self.stalls.append(table)
+        self.now_s = min(pending)
+
+
+def plain_table(tasks: Sequence[Task]) -> str:
+    """Who waits for what, one line each."""
+    return "\n".join(f"{t.name}: {t.waiting.operation} {t.waiting.group} missing {t.waiting.missing()}"
+                     for t in tasks if t.waiting is not None)
+
+
+def _always() -> bool:
+    return True

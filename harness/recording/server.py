@@ -1,0 +1,125 @@
+"""A serial queue of blocking calls behind duck-typed handles: what an engine and a lock look like from a trainer."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from harness.recording.kernel import IDLE, Kernel, Waiting
+
+
+class ServerDied(RuntimeError):
+    """What every open and later reference to a dead server ends with (Ray: `RayActorError`)."""
+
+
+@dataclass(eq=False)
+class Reference:
+    """The reply of one call, once there is one: Ray's object reference, and a `Work` to the library."""
+
+    label: str
+    done: bool = False
+    value: Any = None
+    error: BaseException | None = None
+    expires_s: float = field(default=float("inf"), repr=False)
+
+    def poll(self) -> bool:
+        return self.done
+
+    def result(self) -> Any:
+        if not self.done:
+            raise RuntimeError(f"the result of {self.label} was asked for before poll() was True: a real seam would block")
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+    def settle(self, value: Any = None, error: BaseException | None = None) -> None:
+        if not self.done:
+            self.done, self.value, self.error = True, value, error
+
+
+@dataclass(frozen=True)
+class Call:
+    method: str
+    arguments: dict[str, Any]
+    reference: Reference
+
+
+class Server:
+    """Takes up one call after the other, in order of arrival, each to its end. Subclasses name their `methods`."""
+
+    methods: frozenset[str] = frozenset()
+
+    def __init__(self, kernel: Kernel, name: str) -> None:
+        self.kernel = kernel
+        self.name = name
+        self.dead = False
+        self.handle = Handle(self)
+        self._queue: deque[Call] = deque()
+        self._open: list[Reference] = []
+        self._task = kernel.spawn(name, self._serve, daemon=True)
+
+    def submit(self, method: str, arguments: dict[str, Any]) -> Reference:
+        reference = Reference(f"{method} of {self.name}")
+        if self.dead:
+            reference.settle(error=ServerDied(f"{self.name} is dead"))
+        else:
+            self._open.append(reference)
+            self._queue.append(Call(method, arguments, reference))
+        return reference
+
+    def kill(self) -> None:
+        """The process ends: nothing more is handled, everybody who waits for a reply learns it."""
+        self.dead = True
+        for reference in self._open:
+            reference.settle(error=ServerDied(f"{self.name} died"))
+        self._queue.clear()
+
+    def perform(self, call: Call) -> Any:
+        """Handle one call; subclasses add events and faults around `getattr`."""
+        return getattr(self, call.method)(**call.arguments)
+
+    def stop_answering(self) -> None:
+        """Never come back from the current call (a stopped process, a lost network)."""
+        self.kernel.wait(_never, Waiting("nothing: it never answers", self.name))
+
+    def _serve(self) -> None:
+        while not self.dead:
+            self.kernel.wait(lambda: bool(self._queue) or self.dead, IDLE)
+            if self._queue:
+                self._handle(self._queue.popleft())
+
+    def _handle(self, call: Call) -> None:
+        try:
+            call.reference.settle(self.perform(call))
+        except Exception as error:  # noqa: BLE001  a server's exception is its reply
+            call.reference.settle(error=error)
+        self._open = [reference for reference in self._open if not reference.done]
+
+
+class Handle:
+    """`handle.<method>.remote(**kwargs)` for the methods the server has; an AttributeError for every other name."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+
+    def __getattr__(self, method: str) -> RemoteMethod:
+        if method.startswith("_") or method not in self._server.methods:
+            raise AttributeError(f"{self._server.name} has no method {method!r}")
+        return RemoteMethod(self._server, method)
+
+    def __repr__(self) -> str:
+        return f"<handle of {self._server.name}>"
+
+
+@dataclass(frozen=True)
+class RemoteMethod:
+    server: Server
+    method: str
+
+    def remote(self, **arguments: Any) -> Reference:
+        return self.server.submit(self.method, arguments)
+
+
+def _never() -> bool:
+    return False

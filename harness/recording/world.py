@@ -1,0 +1,163 @@
+"""One world: trainer ranks and engines in one process, one event log, one virtual clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from harness.faults import Faults, InjectedFailure
+from harness.recording.engines import EngineOptions, StubEngine
+from harness.recording.groups import Collective
+from harness.recording.kernel import MAX_STEPS, Kernel, Task
+from harness.recording.lock import StubLock
+from harness.recording.log import EventLog
+from harness.recording.network import Network
+from harness.recording.scheduler import Scheduler, round_robin
+from harness.recording.seam import RecordingSeam
+from harness.recording.table import wait_table
+from harness.recording.topology import Layout
+from staged_sync.exporter import TensorMeta
+from staged_sync.seam import Coordinates, GatherGroup
+from staged_sync.trace import Event, Trace
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """What one trainer rank's function gets."""
+
+    rank: int
+    coordinates: Coordinates
+    seam: RecordingSeam
+    trace: Trace
+    world: RecordingWorld
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How one run ended. `stalls` are wait-for tables from each time when only the clock could go on."""
+
+    results: Mapping[int, Any]
+    errors: Mapping[int, BaseException]
+    events: Sequence[Event]
+    stalls: Sequence[str]
+    violations: Sequence[str]
+    died: Sequence[int]
+    elapsed_s: float
+
+    def check(self) -> Self:
+        """Nothing went wrong: no error, no violated rule, no wait for time to pass."""
+        wrong = [f"rank {rank}: {type(error).__name__}: {error}" for rank, error in self.errors.items()]
+        wrong += [f"violation: {violation}" for violation in self.violations]
+        wrong += [f"rank {rank} died" for rank in self.died]
+        wrong += [f"stall, nobody could go on:\n{table}" for table in self.stalls]
+        if wrong:
+            raise AssertionError("\n".join(["the run was not clean:", *wrong]))
+        return self
+
+
+class RecordingWorld:
+    """`engines` lists workers per engine, or `EngineOptions`. `model` maps HF name to what the engines' model holds.
+
+    Use as a context manager, or call `close()`: engines are greenlets that wait for the next call.
+    """
+
+    def __init__(self, tp: int = 1, pp: int = 1, dp: int = 1, cp: int = 1, ep: int = 1, etp: int | None = None, *,
+                 engines: Sequence[int | EngineOptions] = (1,), model: Mapping[str, TensorMeta] | None = None,
+                 faults: Faults | None = None, scheduler: Scheduler = round_robin, max_steps: int = MAX_STEPS) -> None:
+        self.layout = Layout(tp, pp, dp, cp, ep, etp)
+        self.faults = faults or Faults()
+        self.events = EventLog()
+        self.events.on_event = self._strike
+        self.violations: list[str] = []
+        self.kernel = Kernel(scheduler, max_steps=max_steps, table=lambda tasks: wait_table(tasks, self.events))
+        self.network = Network(self.kernel)
+        self.broken_control: dict[int, str] = {}
+        self._control: dict[int, Collective] = {}
+        self._gathers: dict[tuple[int, ...], Collective] = {}
+        self._model = model or {}
+        self.lock = StubLock(self.kernel)
+        self.engines: list[StubEngine] = []
+        for options in engines:
+            self.add_engine(options)
+        self.contexts = [self._context(c) for c in self.layout.ranks]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Unwind every greenlet that has not ended."""
+        self._unwind(self.kernel.tasks)
+
+    @property
+    def handles(self) -> list[Any]:
+        return [engine.handle for engine in self.engines]
+
+    def add_engine(self, options: int | EngineOptions = 1) -> StubEngine:
+        """One more engine, also in the life of a world (a replacement with the weights it was born with)."""
+        options = EngineOptions(workers=options) if isinstance(options, int) else options
+        engine = StubEngine(self.kernel, self.network, self.events, len(self.engines), self._model, options,
+                            faults=self.faults, violation=self._note)
+        self.engines.append(engine)
+        return engine
+
+    def run(self, function: Callable[[RankContext], Any], *, ranks: Sequence[int] | None = None) -> RunResult:
+        """Run `function` on every rank (or on `ranks`) until all have returned or raised, and the engines are idle.
+
+        Raises `Deadlock` when nobody can go on and no deadline is pending.
+        """
+        chosen = range(self.layout.world_size) if ranks is None else ranks
+        tasks = {rank: self.kernel.spawn(f"rank{rank}", lambda r=rank: function(self.contexts[r])) for rank in chosen}
+        first_event, first_violation, began_s = len(self.events), len(self.violations), self.kernel.now_s
+        self.kernel.stalls.clear()
+        try:
+            self.kernel.run()
+        finally:
+            self._unwind(list(tasks.values()))
+        return RunResult(
+            results={rank: task.result for rank, task in tasks.items() if task.error is None and not task.died},
+            errors={rank: task.error for rank, task in tasks.items() if task.error is not None},
+            events=list(self.events[first_event:]), stalls=tuple(self.kernel.stalls),
+            violations=tuple(self.violations[first_violation:]),
+            died=[rank for rank, task in tasks.items() if task.died], elapsed_s=self.kernel.now_s - began_s)
+
+    def gather_group(self, rank: int, group: GatherGroup) -> Collective:
+        members = self.layout.members(rank, group)
+        name = f"{group}[{','.join(map(str, members))}]"
+        key = (("tp", "etp", "ep").index(group), *members)
+        return self._gathers.setdefault(key, Collective(self.kernel, name, members))
+
+    def control_group(self, generation: int) -> Collective:
+        everybody = range(self.layout.world_size)
+        return self._control.setdefault(generation, Collective(self.kernel, f"control{generation}", everybody))
+
+    def wait_table(self) -> str:
+        """Who waits for what at this moment."""
+        return wait_table(self.kernel.blocked(), self.events)
+
+    def _context(self, coordinates: Coordinates) -> RankContext:
+        rank = coordinates.rank
+        seam = RecordingSeam(self, rank)
+        return RankContext(rank, coordinates, seam, Trace(rank, seam.now, events=self.events), self)
+
+    def _strike(self, event: Event) -> None:
+        fault = self.faults.on_event(event)
+        if fault is not None and fault.action == "dies":
+            self.kernel.die()
+        if fault is not None:
+            raise InjectedFailure(fault.text())
+
+    def _note(self, violation: str) -> None:
+        self.violations.append(f"{violation} (after event {len(self.events) - 1}: {self.events[-1].text()})")
+
+    def _unwind(self, tasks: Sequence[Task]) -> None:
+        """End what has not ended; what their `finally` blocks would log did not happen in this world."""
+        happened = len(self.events)
+        strike, self.events.on_event = self.events.on_event, lambda event: None
+        self.kernel.kill(tasks)
+        self.kernel.reap()
+        self.events.on_event = strike
+        del self.events[happened:]
