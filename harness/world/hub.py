@@ -20,7 +20,6 @@ from harness.world.wire import (
     Problem,
     RankReady,
     Reached,
-    Reply,
     Request,
     Snapshot,
     Start,
@@ -149,22 +148,16 @@ class Hub:
                 state.supervisor_pid, state.child_pid, state.ended = pid, child_pid, ""
             case RankReady(rank, pid):
                 self.ranks[rank].ready = True
-            case Reached(run, rank, point) if self._current(run):
+            case Reached(run, rank, point) if self.run is not None and self.run.id == run:
                 self.run.reached.add((rank, point))
-            case Done(run, rank, value, problem) if self._current(run):
+            case Done(run, rank, value, problem) if self.run is not None and self.run.id == run:
                 self._settle(Outcome(rank, value, problem))
             case ChildEnded(rank, _, how, log_tail):
                 self._child_ended(self.ranks[rank], how, log_tail)
             case Snapshot(rank=rank):
                 self.snapshots[rank] = message
             case Request():
-                self._socket.send_multipart([sender, encode(self._answer(message))])
-
-    def _current(self, run: int) -> bool:
-        return self.run is not None and self.run.id == run
-
-    def _answer(self, request: Request) -> Reply:
-        return answer(self.lock, request)
+                self._socket.send_multipart([sender, encode(answer(self.lock, message))])
 
     def _settle(self, outcome: Outcome) -> None:
         assert self.run is not None

@@ -35,7 +35,7 @@ class RankContext:
         self.state: dict[str, Any] = {}
         self.server: Server | None = None
         self._run = -1
-        self._link = zmq.Context.instance().socket(zmq.DEALER)
+        self._link: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self._link.setsockopt(zmq.IDENTITY, f"rank{rank}".encode())
         self._link.connect(files.hub)
 

@@ -95,7 +95,7 @@ class _Calls:
         self._ids = itertools.count()
         self._replies: dict[int, Reply] = {}
         self._life = Life(target.pid)
-        self._socket = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.connect(target.address)
 
@@ -138,7 +138,7 @@ class Server:
     def __init__(self, address: str, position: PositionLog | None = None) -> None:
         self.address = address
         self.target: Any = None
-        self.socket = zmq.Context.instance().socket(zmq.ROUTER)
+        self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self.socket.bind(address)
         self._position = position
 
