@@ -1,8 +1,8 @@
 """Deterministic tiny HF checkpoints: what trainers load, what engines must end up with, and what tests compare with.
 
-Written from torch and safetensors alone (no transformers, no staged_sync), so that the expected bytes never come from code
-under test. Made so that mistakes show: every dimension differs from every other, norms and biases are random instead of ones
-and zeros, and each value depends on the seed, the step, the tensor's name and its position.
+Written from torch and safetensors alone (no transformers, no staged_sync), so that the expected bytes never come from
+code under test. Made so that mistakes show: every dimension differs from every other, norms and biases are random
+instead of ones and zeros, and each value depends on the seed, the step, the tensor's name and its position.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ HEAD_DIM = 32
 """The smallest head size that vLLM's CPU attention takes (16 is refused)."""
 
 
-def hf_config(family: Family = "qwen3", *, tied: bool = False, vocab_size: int = 251, num_layers: int = 5, heads: int = 6,
-              groups: int = 2, hidden_size: int | None = None, ffn_size: int = 176) -> dict[str, Any]:
+def hf_config(family: Family = "qwen3", *, tied: bool = False, vocab_size: int = 251, num_layers: int = 5,
+              heads: int = 6, groups: int = 2, hidden_size: int | None = None, ffn_size: int = 176) -> dict[str, Any]:
     """The `config.json` of a tiny model, as transformers and vLLM read it.
 
-    The defaults shard over 2 tensor parallel ranks and 2 pipeline stages (unevenly: 5 layers); 251 is prime, so that the
-    vocabulary needs padding. Qwen2 has no `head_dim` of its own: its hidden size is `heads * HEAD_DIM`.
+    The defaults shard over 2 tensor parallel ranks and 2 pipeline stages (unevenly: 5 layers); 251 is prime, so that
+    the vocabulary needs padding. Qwen2 has no `head_dim` of its own: its hidden size is `heads * HEAD_DIM`.
     """
     if heads % groups:
         raise ValueError(f"heads must be a multiple of groups (got heads={heads}, groups={groups})")
@@ -140,7 +140,7 @@ def make_checkpoint(path: str | Path, family: Family = "qwen3", *, tied: bool = 
 
 def _save_sharded(path: Path, tensors: Mapping[str, torch.Tensor], shards: int) -> None:
     names = list(tensors)
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for shard in range(shards):
         file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
         part = {name: tensors[name] for name in names[shard::shards]}
@@ -166,11 +166,11 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 
 def read_checkpoint(path: str | Path) -> dict[str, torch.Tensor]:
-    """HF name -> tensor, of every safetensors file in the directory. Raises where a name occurs twice or none is there."""
+    """HF name -> tensor, of every safetensors file in the directory. Raises if a name occurs twice or none is there."""
     tensors: dict[str, torch.Tensor] = {}
     for file in sorted(Path(path).glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():
+            for name in opened.keys():  # noqa: SIM118 (not a dict: it cannot be iterated)
                 if name in tensors:
                     raise ValueError(f"{file} holds {name}, which another file of {path} holds too")
                 tensors[name] = opened.get_tensor(name)

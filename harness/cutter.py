@@ -1,12 +1,12 @@
 """A slow, obviously right cutter: HF tensors -> the shard that one Megatron rank must hold.
 
-It shares no code with `staged_sync` on purpose, and says everything in the most literal way (loops over heads and ranks), so
-that an export which gives back the HF checkpoint has been checked against a second opinion. Needs torch only; real
-megatron-core models are built from it in `harness.megatron_oracle`.
+It shares no code with `staged_sync` on purpose, and says everything in the most literal way (loops over heads and
+ranks), so that an export which gives back the HF checkpoint has been checked against a second opinion. Needs torch
+only; real megatron-core models are built from it in `harness.megatron_oracle`.
 
-Layouts are those of megatron-core 0.16.1: `SelfAttention` (megatron/core/transformer/attention.py: "q1 q2 k1 v1 | q3 q4 k2 v2"),
-`MLP` (megatron/core/transformer/mlp.py: gate and up rows of one rank together), `ColumnParallelLinear`, `RowParallelLinear` and
-`VocabParallelEmbedding` (megatron/core/tensor_parallel/layers.py).
+Layouts are those of megatron-core 0.16.1: `SelfAttention` (megatron/core/transformer/attention.py: "q1 q2 k1 v1 | q3 q4
+k2 v2"), `MLP` (megatron/core/transformer/mlp.py: gate and up rows of one rank together), `ColumnParallelLinear`,
+`RowParallelLinear` and `VocabParallelEmbedding` (megatron/core/tensor_parallel/layers.py).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def padded_vocab_size(vocab_size: int, *, tp: int, multiple: int = 8) -> int:
 
 
 def stage_layers(num_layers: int, *, pp: int) -> list[range]:
-    """Global layer numbers (from 0) of each stage. The first stage gets the remainder: 5 layers on 2 stages are 2 and 3."""
+    """Global layer numbers (from 0) of each stage. The first gets the remainder: 5 layers on 2 stages are 2 and 3."""
     if num_layers < pp:
         raise ValueError(f"{num_layers} layers cannot fill {pp} pipeline stages")
     later = next(size for size in range(-(-num_layers // pp), 0, -1) if num_layers - (pp - 1) * size >= 1)
@@ -59,8 +59,8 @@ def shard_tensors(hf: Tensors, config: Mapping[str, Any], *, tp: int, tp_rank: i
                   last: bool, padded_vocab: int, names: Names = "local") -> dict[str, torch.Tensor]:
     """Megatron name -> tensor of one rank's model chunk; layer numbers in names are LOCAL, as Megatron's are.
 
-    `first` and `last` say whether the chunk holds the embedding and the output layer. A tied model has its output layer's
-    copy of the embedding only where the chunk is `last` and not `first`.
+    `first` and `last` say whether the chunk holds the embedding and the output layer. A tied model has its output
+    layer's copy of the embedding only where the chunk is `last` and not `first`.
     """
     full: dict[str, torch.Tensor] = {}
     if first:
@@ -77,7 +77,8 @@ def shard_tensors(hf: Tensors, config: Mapping[str, Any], *, tp: int, tp_rank: i
     return {name: cut(name, tensor, tp=tp, tp_rank=tp_rank) for name, tensor in full.items()}
 
 
-def full_layer(hf: Tensors, config: Mapping[str, Any], layer: int, *, names: Names = "local") -> dict[str, torch.Tensor]:
+def full_layer(hf: Tensors, config: Mapping[str, Any], layer: int, *,
+               names: Names = "local") -> dict[str, torch.Tensor]:
     """Megatron name within the layer -> tensor as if TP were 1."""
     of = {name.removeprefix(f"model.layers.{layer}."): tensor for name, tensor in hf.items()
           if name.startswith(f"model.layers.{layer}.")}
@@ -113,12 +114,12 @@ def cut(name: str, tensor: torch.Tensor, *, tp: int, tp_rank: int) -> torch.Tens
 def _slice(tensor: torch.Tensor, dim: int, tp: int, tp_rank: int) -> torch.Tensor:
     size = tensor.shape[dim]
     if size % tp:
-        raise ValueError(f"dimension {dim} of shape {tuple(tensor.shape)} does not divide over {tp} tensor parallel ranks")
+        raise ValueError(f"dimension {dim} of shape {tuple(tensor.shape)} does not divide over {tp} ranks")
     return tensor.narrow(dim, tp_rank * (size // tp), size // tp)
 
 
 def _interleave(of: Tensors, config: Mapping[str, Any], kind: Literal["weight", "bias"]) -> torch.Tensor:
-    """Rows of the q, k and v projections in Megatron's order: per query group its query heads, its key, its value head."""
+    """Rows of q, k and v in Megatron's order: per query group its query heads, then its key, then its value head."""
     q, k, v = (of[f"self_attn.{part}_proj.{kind}"] for part in "qkv")
     size = head_dim(config)
     queries_per_group = config["num_attention_heads"] // config["num_key_value_heads"]

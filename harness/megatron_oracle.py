@@ -1,6 +1,8 @@
-"""Real megatron-core models of this rank, built from and loaded with a HF checkpoint by the independent cutter (harness.cutter).
+"""Real megatron-core models of this rank, built from and loaded with a HF checkpoint by the independent cutter
+(harness.cutter).
 
-torch.distributed and Megatron's parallel state must be initialised. Local layer spec, so nothing needs Transformer Engine.
+torch.distributed and Megatron's parallel state must be initialised. Local layer spec, so nothing needs Transformer
+Engine.
 """
 
 from __future__ import annotations
@@ -26,10 +28,11 @@ from harness.cutter import head_dim, padded_vocab_size, shard_tensors, stage_lay
 
 def build_megatron_model(hf_dir: str | Path, *, device: torch.device | str = "cpu",
                          dtype: torch.dtype = torch.bfloat16) -> list[torch.nn.Module]:
-    """This rank's model chunks (one), wrapped in Float16Module as Megatron's training loop does, with `hf_dir`'s weights.
+    """This rank's model chunks (one), wrapped in Float16Module as Megatron's training loop does, with `hf_dir`'s
+    weights.
 
-    `dtype=torch.float32` leaves the wrapper out: bf16 weights held in float32, whose logits are those of transformers to
-    rounding (1e-5 instead of 1e-1), so that a comparison of forwards leaves no room for a wrong weight.
+    `dtype=torch.float32` leaves the wrapper out: bf16 weights held in float32, whose logits are those of transformers
+    to rounding (1e-5 instead of 1e-1), so that a comparison of forwards leaves no room for a wrong weight.
     """
     megatron_cpu.install()
     hf = read_config(hf_dir)
@@ -159,7 +162,8 @@ def megatron_forward_logits(chunks: Sequence[torch.nn.Module], tokens: torch.Ten
                             vocab_size: int) -> torch.Tensor | None:
     """Logits of `tokens` (batch, sequence), int64: float32 (batch, sequence, vocab_size) on the last stage, else None.
 
-    A collective: activations travel stage by stage, the last stage gathers its vocabulary shards. Every rank must call it.
+    A collective: activations travel stage by stage, the last stage gathers its vocabulary shards. Every rank must call
+    it.
     """
     (chunk,) = chunks
     model = inner(chunk)

@@ -1,0 +1,21 @@
+"""Model families by the `model_type` of a HF checkpoint's config.json. Adding one: docs/adding-a-model-family.md."""
+
+from __future__ import annotations
+
+from staged_sync.megatron.families import llama, qwen2, qwen3
+from staged_sync.megatron.families.common import Family
+
+FAMILIES = {model_type: module.FAMILY for module in (llama, qwen2, qwen3) for model_type in module.FAMILY.model_types}
+
+
+class UnknownFamily(LookupError):
+    """No family module knows this `model_type`."""
+
+
+def find_family(model_type: str | None) -> Family:
+    """The family of a HF checkpoint. Raises `UnknownFamily`, which lists the known types."""
+    family = FAMILIES.get(model_type or "")
+    if family is None:
+        raise UnknownFamily(f"no model family for model_type {model_type!r} in config.json; known: "
+                            f"{', '.join(sorted(FAMILIES))}. See docs/adding-a-model-family.md")
+    return family
