@@ -18,6 +18,8 @@ DEFAULT_BUFFER_BYTES = 512 * MIB
 DEFAULT_PACKED_BUFFER_BYTES = 1024 * MIB
 """vllm/distributed/weight_transfer/packed_tensor.py, DEFAULT_PACKED_BUFFER_SIZE_BYTES: what an engine assumes that is not told."""
 
+DEFAULT_CALL_S, DEFAULT_PHASE_S, DEFAULT_UPDATE_S = 120.0, 600.0, 1800.0
+
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
@@ -28,9 +30,9 @@ class Timeouts:
     late raises first, cleans up inside the grace, and brings the cause with it.
     """
 
-    call_s: float = 120.0
-    phase_s: float = 600.0
-    update_s: float = 1800.0
+    call_s: float
+    phase_s: float
+    update_s: float
 
     @property
     def grace_s(self) -> float:
@@ -60,9 +62,9 @@ def read_settings(args: Any) -> tuple[Settings, list[str]]:
     """Settings from `args`, and every problem with them as a full sentence."""
     problems: list[str] = []
     timeouts = Timeouts(
-        call_s=_number(args, "update_weight_call_timeout", Timeouts.call_s, problems),
-        phase_s=_number(args, "update_weight_phase_timeout", Timeouts.phase_s, problems),
-        update_s=_number(args, "update_weight_timeout", Timeouts.update_s, problems))
+        call_s=_number(args, "update_weight_call_timeout", DEFAULT_CALL_S, problems),
+        phase_s=_number(args, "update_weight_phase_timeout", DEFAULT_PHASE_S, problems),
+        update_s=_number(args, "update_weight_timeout", DEFAULT_UPDATE_S, problems))
     problems += timeouts.problems()
     settings = Settings(
         bucket_bytes=int(_number(args, "update_weight_buffer_size", DEFAULT_BUFFER_BYTES, problems)),

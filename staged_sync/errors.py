@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 
 class StagedSyncError(RuntimeError):
@@ -58,26 +59,33 @@ class UpdateInProgress(StagedSyncError):
     """`update_weights` was called while another one runs on this rank."""
 
 
-class UpdateFailed(StagedSyncError):
-    """An update failed on some rank or engine; raised on every trainer rank with the same `failures`."""
+Aftermath = Literal["untouched", "poisoned", "published"]
+"""What a failed update leaves behind: the old weights everywhere; possibly a mixture on paused engines; the new version on
+all engines."""
 
-    def __init__(self, failures: Sequence[Failure], *, aftermath: str) -> None:
+
+class UpdateFailed(StagedSyncError):
+    """An update (or a connect) failed on some rank or engine; raised on every trainer rank with the same text."""
+
+    def __init__(self, failures: Sequence[Failure], *, state: Aftermath, aftermath: str, what: str = "weight update") -> None:
         self.failures = tuple(failures)
-        self.aftermath = aftermath
-        super().__init__("\n".join([bullets("weight update failed:", [f.text() for f in self.failures]), aftermath]))
+        self.state = state
+        super().__init__("\n".join([bullets(f"{what} failed:", [f.text() for f in self.failures]), aftermath]))
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What went wrong on one trainer rank, and where it stood: what a status barrier carries."""
+    """What went wrong on one trainer rank, and where it stood: what a status barrier carries. `rank` is None for a failure
+    of the barrier itself, which belongs to no one rank."""
 
-    rank: int
+    rank: int | None
     where: str
     kind: str
     message: str
 
     def text(self) -> str:
-        return f"rank {self.rank} ({self.where}): {self.kind}: {self.message}"
+        who = "" if self.rank is None else f"rank {self.rank} "
+        return f"{who}({self.where}): {self.kind}: {self.message}"
 
 
 def bullets(title: str, lines: Iterable[str], *, limit: int = 50) -> str:

@@ -65,8 +65,18 @@ class Exporter(Protocol):
     def units(self, part: Part) -> Sequence[Unit]:
         """The steps of one pass: same labels, order and number on every gather peer of the pass. Local."""
 
+    def optional(self, name: str) -> bool:
+        """The family's rule for HF names that the checkpoint may have and nobody sends, or the other way round (a tied
+        lm_head, rotary buffers)."""
+
     def gather(self, unit: Any, *, timeout_s: float) -> Any:
-        """Join the collective(s) of `unit`; returns what `convert` needs. Raises `GatherError` where the group is lost."""
+        """Join the collective(s) of `unit`; returns what `convert` needs.
+
+        Raises `GatherError` once the collective has been entered and failed: the group is lost for this update. Any other
+        exception means that the collective was *not* entered; the lifecycle then calls `gather` for the same unit again to
+        drain, so that the peers are not left waiting. So: prepare first, communicate last, and leave everything that
+        follows (concatenating, cutting) to `convert`.
+        """
 
     def convert(self, unit: Any, gathered: Any) -> list[NamedTensor]:
         """HF names and full tensors of `unit`. Local. The tensors need not be contiguous; they must not alias a buffer

@@ -94,10 +94,11 @@ class Lead:
 
 @dataclass(frozen=True, slots=True)
 class Barrier:
-    """All ranks meet and exchange status. `reports` is the stage whose source reports what it sent, if any."""
+    """All ranks meet and exchange status; `stage` inside the send phase. Where `reports`, its source says what it sent."""
 
     label: str
-    reports: int | None = None
+    stage: int | None = None
+    reports: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,15 +146,16 @@ def plan_update(pp: int, *, empty_stages: Collection[int] = ()) -> tuple[Step, .
 
 def _single_source() -> list[Step]:
     # The device is synchronized after the last barrier, as in vime: the source is the lead, so it cannot finish earlier.
-    return [Send(0, "dense"), Barrier("stage 0 dense"), Send(0, "expert"), Barrier("stage 0 expert", reports=0),
+    return [Send(0, "dense"), Barrier("stage 0 dense", 0), Send(0, "expert"), Barrier("stage 0 expert", 0, reports=True),
             Synchronize(0)]
 
 
 def _staged(stage: int, empty: bool) -> list[Step]:
     opened: list[Step] = [] if empty else [Open(stage)]
     closed: list[Step] = [] if empty else [Synchronize(stage), Close(stage)]
-    return [*opened, Barrier(f"stage {stage} open"), Send(stage, "dense"), Barrier(f"stage {stage} dense"),
-            Send(stage, "expert"), Barrier(f"stage {stage} expert"), *closed, Barrier(f"stage {stage} closed", reports=stage)]
+    return [*opened, Barrier(f"stage {stage} open", stage), Send(stage, "dense"), Barrier(f"stage {stage} dense", stage),
+            Send(stage, "expert"), Barrier(f"stage {stage} expert", stage), *closed,
+            Barrier(f"stage {stage} closed", stage, reports=True)]
 
 
 def takes_part(step: Step, topology: Topology, rank: int) -> bool:

@@ -154,7 +154,7 @@ class Seam(Protocol):
     def listen(self, *, address: str | None, port_range: tuple[int, int] | None) -> Listener:
         """Bind and listen: `address` (or this host's address on the route to the engines), port 0 or inside the range."""
 
-    def open_transfer_group(self, listener: Listener, *, name: str, world_size: int, wire: Wire,
+    def open_transfer_group(self, listener: Any, *, name: str, world_size: int, wire: Wire,
                             timeout_s: float) -> Work[TransferGroup]:
         """Start rank 0 of a transfer group on `listener`; ends when all `world_size - 1` workers have joined."""
 

@@ -95,6 +95,7 @@ class Trace:
         self.since_s = now()
         self._now = now
         self._on_event = on_event
+        self._failed: tuple[BaseException, Position] | None = None
 
     def record(self, event: str, *, detail: str = "", group: str | None = None) -> None:
         """Append one event at the current position. `group` overrides the position's transfer group."""
@@ -109,29 +110,42 @@ class Trace:
 
     @contextlib.contextmanager
     def at(self, **changes: Any) -> Iterator[None]:
-        """Stand at another position inside the block; restored on every path."""
+        """Stand at another position inside the block; restored on every path. `position_of` an error that leaves the block
+        remembers the innermost one."""
         before = self.position
         self.position = replace(before, **changes)
         try:
             yield
+        except BaseException as error:
+            if self._failed is None or self._failed[0] is not error:
+                self._failed = (error, self.position)
+            raise
         finally:
             self.position = before
+
+    def position_of(self, error: BaseException) -> Position:
+        """Where this rank stood when `error` was raised."""
+        return self._failed[1] if self._failed is not None and self._failed[0] is error else self.position
+
+    @contextlib.contextmanager
+    def waits_for(self, what: str) -> Iterator[None]:
+        """Mark this rank as waiting for `what` inside the block; after an error the mark stays, for the hang report."""
+        before = (self.waiting_for, self.since_s)
+        self.waiting_for, self.since_s = what, self._now()
+        yield
+        self.waiting_for, self.since_s = before
 
     @contextlib.contextmanager
     def waiting(self, event: str, *, detail: str = "", group: str | None = None) -> Iterator[None]:
         """Record `event`, mark this rank as waiting for it, and record how it ended."""
-        before = (self.waiting_for, self.since_s)
-        self.waiting_for = f"{event} {detail}".strip()
-        self.since_s = self._now()
-        self.record(event, detail=detail, group=group)
-        try:
-            yield
-        except BaseException:
-            self.record(f"{event}.failed", detail=detail, group=group)
-            raise
-        else:
+        with self.waits_for(f"{event} {detail}".strip()):
+            self.record(event, detail=detail, group=group)
+            try:
+                yield
+            except BaseException:
+                self.record(f"{event}.failed", detail=detail, group=group)
+                raise
             self.record(f"{event}.done", detail=detail, group=group)
-            self.waiting_for, self.since_s = before
 
     def as_dicts(self) -> list[dict[str, Any]]:
         return [asdict(event) for event in self.events]

@@ -1,0 +1,154 @@
+"""What all trainer ranks agree on at connect, before anything is paused: who is where, who sends what, over which wire.
+
+Two status barriers: everybody brings its coordinates, its problems and (sources) what its stage will send; the lead checks
+completeness and the engines, and the second barrier carries its verdict. All problems of all ranks are raised as one error,
+on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch
+
+from staged_sync.completeness import CheckpointIndexError, coverage_problems, read_index
+from staged_sync.config import Settings
+from staged_sync.control import Control, Deadline, Status
+from staged_sync.engines.info import EngineInfo
+from staged_sync.errors import CompletenessError, ConfigurationError, bullets
+from staged_sync.exporter import Exporter, TensorMeta
+from staged_sync.plan import Step, Topology, TopologyError, is_source, plan_update
+from staged_sync.seam import Coordinates, Seam, Wire
+from staged_sync.session import Fleet
+from staged_sync.trace import Trace
+from staged_sync.waiting import call_engine, wait_all
+
+
+@dataclass(frozen=True)
+class Connection:
+    """The agreement. Everything an update needs and nothing that changes during one."""
+
+    fleet: Fleet
+    topology: Topology
+    exporter: Exporter
+    announced: tuple[tuple[TensorMeta, ...], ...]
+    """By stage: what its source said it will send."""
+    wire: Wire
+    plan: tuple[Step, ...]
+
+
+@dataclass(frozen=True)
+class Local:
+    """What this rank found out by itself: an exporter or the reasons why there is none."""
+
+    exporter: Exporter | None
+    index: Mapping[str, TensorMeta]
+    announces: Sequence[TensorMeta]
+    problems: Sequence[str]
+
+
+def look_around(seam: Seam, checkpoint: Any, make_exporter: Callable[[Mapping[str, TensorMeta] | None], Exporter],
+                problems: Sequence[str]) -> Local:
+    """Build this rank's exporter and let it look at the model. Only sources and the lead read the checkpoint's header."""
+    found = list(problems)
+    me = seam.coordinates()
+    index: Mapping[str, TensorMeta] = {}
+    if is_source(me) or me.rank == Topology.LEAD:
+        try:
+            if not checkpoint:
+                raise CheckpointIndexError("args.hf_checkpoint must name the HF checkpoint directory (got nothing)")
+            index = read_index(checkpoint)
+        except CheckpointIndexError as error:
+            found.append(str(error))
+    exporter = None
+    announces: Sequence[TensorMeta] = ()
+    try:
+        exporter = make_exporter(index or None)
+        found += exporter.problems()
+        if is_source(me) and not found:
+            announces = exporter.describe()
+    except Exception as error:
+        found.append(f"the exporter cannot be built: {type(error).__name__}: {error}")
+    return Local(exporter, index, announces, found)
+
+
+def negotiate(seam: Seam, trace: Trace, control: Control, settings: Settings, local: Local, engines: Sequence[Any],
+              counts: Sequence[int], lock: Any) -> Connection:
+    """Agree with all ranks. Raises `ConfigurationError` or `CompletenessError` with the same text on every rank."""
+    timeout_s = settings.timeouts.phase_s + settings.timeouts.grace_s
+    statuses = control.barrier("connect", Status(data=_introduce(seam, local)), timeout_s=timeout_s)
+    _raise_problems(statuses)
+    topology = Topology(tuple(Coordinates(*status.data["coordinates"]) for status in statuses))
+    try:
+        topology.check()
+        announced = tuple(_metas(statuses[rank].data["announces"]) for rank in topology.sources)
+    except TopologyError as error:
+        raise ConfigurationError([str(error)]) from error
+    wire = Wire(seam.backend, settings.packed, settings.packed_buffer_bytes)
+
+    verdict: dict[str, Any] = {}
+    assert local.exporter is not None  # a rank without exporter has reported a problem, which was raised above
+    if seam.coordinates().rank == Topology.LEAD:
+        coverage = coverage_problems(announced, local.index, local.exporter.optional)
+        packed_in_init, problems = _inspect_engines(seam, trace, engines, counts, wire, settings)
+        verdict = {"coverage": coverage, "problems": problems, "packed_in_init": packed_in_init}
+    statuses = control.barrier("connect checked", Status(data=verdict), timeout_s=timeout_s)
+    _raise_problems(statuses)
+    agreed = statuses[Topology.LEAD].data
+    if agreed["coverage"]:
+        raise CompletenessError(bullets("what the stages export is not what the HF checkpoint names:", agreed["coverage"]))
+    fleet = Fleet(tuple(engines), tuple(counts), lock, tuple(agreed["packed_in_init"]))
+    empty = {stage for stage, metas in enumerate(announced) if not metas}
+    return Connection(fleet, topology, local.exporter, announced, wire, plan_update(topology.pp, empty_stages=empty))
+
+
+def _introduce(seam: Seam, local: Local) -> dict[str, Any]:
+    return {"coordinates": astuple(seam.coordinates()), "problems": list(local.problems),
+            "announces": [[m.name, str(m.dtype).removeprefix("torch."), list(m.shape)] for m in local.announces]}
+
+
+def _metas(announces: Sequence[Sequence[Any]]) -> tuple[TensorMeta, ...]:
+    return tuple(TensorMeta(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in announces)
+
+
+def _raise_problems(statuses: Sequence[Status]) -> None:
+    """Every rank's problems as one error; what several ranks say alike is said once, with the ranks."""
+    said: dict[str, list[int]] = {}
+    for rank, status in enumerate(statuses):
+        for problem in status.data.get("problems", ()):
+            said.setdefault(problem, []).append(rank)
+    if said:
+        raise ConfigurationError([f"{problem} [{_ranks(ranks, len(statuses))}]" for problem, ranks in said.items()])
+
+
+def _ranks(ranks: Sequence[int], world_size: int) -> str:
+    if len(ranks) == world_size:
+        return "all ranks"
+    shown = ", ".join(map(str, ranks[:8])) + (f", … {len(ranks)} in all" if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+
+
+def _inspect_engines(seam: Seam, trace: Trace, engines: Sequence[Any], counts: Sequence[int], wire: Wire,
+                     settings: Settings) -> tuple[list[bool], list[str]]:
+    """Ask the engines that can tell what they are; compare with what was announced. Plain vime engines are not asked."""
+    packed_in_init, problems = [False] * len(engines), []
+    asked = [i for i, engine in enumerate(engines) if seam.has_method(engine, "get_weight_transfer_info")]
+    deadline = Deadline(seam.now() + settings.timeouts.call_s, "update_weight_call_timeout")
+    for i in asked:
+        try:
+            reply = wait_all(seam, trace, [call_engine(seam, trace, i, engines[i], "get_weight_transfer_info")], deadline)[0]
+            info = EngineInfo.from_dict(reply)
+        except Exception as error:
+            problems.append(f"rollout engine {i} cannot be asked what it is: {error}")
+            continue
+        packed_in_init[i] = info.packed_in == "init"
+        if info.workers != counts[i]:
+            problems.append(f"engine_gpu_counts[{i}] must be the number of workers of rollout engine {i} (got {counts[i]}, the "
+                            f"engine has {info.workers}): the transfer group would wait for ranks that do not exist")
+        if info.backend != wire.backend:
+            problems.append(f"rollout engine {i} receives with weight-transfer backend {info.backend!r}, this trainer sends "
+                            f"with {wire.backend!r}: start the engine with weight_transfer_config={{'backend': "
+                            f"'{wire.backend}'}}")
+    return packed_in_init, problems

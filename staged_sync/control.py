@@ -1,0 +1,106 @@
+"""Status barriers, deadlines, and the generations of the control group they run on.
+
+A status barrier is one logical call on all trainer ranks: everybody brings its status, everybody learns all of them. After
+one time-out a gloo group is dead for good, so a group that failed is reported broken to all ranks and replaced, by number,
+at the next update.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from staged_sync.errors import DeadlineExceeded, Failure, RanksAbsent
+from staged_sync.seam import ControlGroup, Seam
+from staged_sync.trace import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """A point on the seam's clock, and the setting that put it there (for the error text)."""
+
+    at_s: float
+    setting: str
+
+    def within(self, now_s: float, seconds: float, setting: str) -> Deadline:
+        """The earlier of this deadline and `seconds` from now."""
+        return min(self, Deadline(now_s + seconds, setting), key=lambda d: d.at_s)
+
+    def left_s(self, now_s: float) -> float:
+        return max(0.0, self.at_s - now_s)
+
+    def expired(self, where: str, waiting_for: str) -> DeadlineExceeded:
+        return DeadlineExceeded(f"no answer in time ({where}): still waiting for {waiting_for}. The deadline is "
+                                f"args.{self.setting}; see the hang report for who waits for whom")
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What one rank brings to a status barrier. An empty one costs no bytes."""
+
+    failure: Failure | None = None
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+    def encode(self) -> bytes:
+        if self.failure is None and not self.data:
+            return b""
+        failure = None if self.failure is None else [self.failure.rank, self.failure.where, self.failure.kind,
+                                                     self.failure.message]
+        return json.dumps({"failure": failure, "data": dict(self.data)}).encode()
+
+    @classmethod
+    def decode(cls, payload: bytes) -> Status:
+        if not payload:
+            return cls()
+        fields = json.loads(payload)
+        return cls(None if fields["failure"] is None else Failure(*fields["failure"]), fields["data"])
+
+
+class Control:
+    """This rank's end of the control group, over all its generations."""
+
+    def __init__(self, seam: Seam, trace: Trace) -> None:
+        self._seam = seam
+        self._trace = trace
+        self._group: ControlGroup | None = None
+        self._generation = -1
+
+    def ensure_open(self, *, timeout_s: float) -> None:
+        """Open the control group, or the next generation if any rank reported the current one broken. A collective then.
+
+        Raises `RanksAbsent` where some rank does not come.
+        """
+        wanted = self._seam.broken_control_generation() + 1
+        if self._group is not None and self._generation >= wanted:
+            return
+        self.close()
+        self._generation = wanted
+        with self._trace.waiting("barrier", detail=f"control group {wanted}"):
+            try:
+                self._group = self._seam.open_control_group(wanted, timeout_s=timeout_s)
+            except RanksAbsent as error:
+                raise self._broken(error) from error
+
+    def barrier(self, label: str, status: Status, *, timeout_s: float) -> list[Status]:
+        """Meet all ranks; every rank's status by rank. Raises `RanksAbsent` with one text on all ranks."""
+        if self._group is None:
+            raise RanksAbsent(f"status barrier '{label}': the control group is closed after an earlier failure; it is "
+                              f"reopened by the next update_weights() or connect_rollout_engines()", None)
+        with self._trace.waiting("barrier", detail=label):
+            try:
+                payloads = self._group.exchange(status.encode(), timeout_s=timeout_s)
+            except RanksAbsent as error:
+                raise self._broken(error, label) from error
+        return [Status.decode(payload) for payload in payloads]
+
+    def close(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+    def _broken(self, error: RanksAbsent, label: str = "opening the control group") -> RanksAbsent:
+        self.close()
+        reason = self._seam.report_broken_control(self._generation, f"status barrier '{label}': {error}")
+        return RanksAbsent(reason, error.absent)

@@ -1,0 +1,114 @@
+"""The session's RPCs, all made by the lead: pause, flush, start, finish, publish, resume; and how a failed one is left.
+
+Fail-stop: once `start_weight_update` has been asked for, an engine's old weights are gone from vLLM's point of view (its
+parameters are on the meta device), so after a failure every session is abandoned and the engines stay paused until a complete
+update. Only engines that were paused and not yet started are resumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from staged_sync.control import Deadline
+from staged_sync.seam import Seam
+from staged_sync.trace import Trace
+from staged_sync.vllm import abandon
+from staged_sync.waiting import Pending, call_engine, settle, wait_all
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """The rollout engines of one connection: handles, workers per engine, the lock, and what each engine can do."""
+
+    engines: tuple[Any, ...]
+    counts: tuple[int, ...]
+    lock: Any
+    packed_in_init: tuple[bool, ...]
+    """Per engine: whether `packed` is agreed when the group is opened (vLLM >= 0.29) rather than with each bucket."""
+
+    def same_as(self, engines: Sequence[Any], counts: Sequence[int]) -> bool:
+        """Whether these are the very same engines: identity, not number (a replaced engine is another one)."""
+        return (len(engines) == len(self.engines) and tuple(counts) == self.counts
+                and all(a is b or a == b for a, b in zip(engines, self.engines, strict=True)))
+
+
+class Session:
+    """One update's session on every engine, driven by the lead."""
+
+    def __init__(self, seam: Seam, trace: Trace, fleet: Fleet) -> None:
+        self._seam = seam
+        self._trace = trace
+        self._fleet = fleet
+        self._paused: set[int] = set()
+
+    def pause(self, deadline: Deadline, grace_s: float) -> None:
+        self._ask("pause_generation", deadline, grace_s, done=self._paused)
+
+    def flush(self, deadline: Deadline, grace_s: float) -> None:
+        self._ask("flush_cache", deadline, grace_s)
+
+    def start(self, deadline: Deadline, grace_s: float) -> None:
+        self._ask("start_weight_update", deadline, grace_s, is_checkpoint_format=True)
+
+    def finish(self, version: int, deadline: Deadline, grace_s: float) -> None:
+        """Close the session. An engine that cannot publish separately is told the version here: less than atomic."""
+        late = {i: {} if self._publishes(i) else {"weight_version": str(version)} for i in self._indices()}
+        self._ask("finish_weight_update", deadline, grace_s, per_engine=late)
+
+    def publish(self, version: int, deadline: Deadline, grace_s: float) -> None:
+        engines = [i for i in self._indices() if self._publishes(i)]
+        self._ask("update_weight_version", deadline, grace_s, engines=engines, weight_version=str(version))
+
+    def resume(self, deadline: Deadline, grace_s: float) -> None:
+        self._ask("continue_generation", deadline, grace_s)
+
+    def resume_paused(self, allowed: Collection[int], deadline: Deadline) -> list[str]:
+        """After a failure before start: resume the engines that were paused and may serve; what went wrong, as text."""
+        engines = sorted(self._paused & set(allowed))
+        return self._best_effort(engines, "continue_generation", {}, deadline, _objection)
+
+    def abandon(self, deadline: Deadline) -> list[str]:
+        """Clear every engine's session without communication; what went wrong, as text. Harmless where none is open."""
+        return self._best_effort(list(self._indices()), abandon.METHOD, abandon.request(), deadline, abandon.objection)
+
+    def _indices(self) -> range:
+        return range(len(self._fleet.engines))
+
+    def _publishes(self, engine: int) -> bool:
+        return self._seam.has_method(self._fleet.engines[engine], "update_weight_version")
+
+    def _ask(self, method: str, deadline: Deadline, grace_s: float, *, engines: Sequence[int] | None = None,
+             per_engine: dict[int, dict[str, Any]] | None = None, done: set[int] | None = None, **kwargs: Any) -> None:
+        """Ask engines for `method`, all at once. The first failure is raised after the others had `grace_s` to answer;
+        `done` learns which engines did it."""
+        pending: list[Pending] = []
+        try:
+            with self._trace.waits_for(f"{method} of the rollout engines"):
+                for i in self._indices() if engines is None else engines:
+                    extra = (per_engine or {}).get(i, {})
+                    pending.append(call_engine(self._seam, self._trace, i, self._fleet.engines[i], method, **kwargs, **extra))
+                wait_all(self._seam, self._trace, pending, deadline)
+        finally:
+            if done is not None:
+                grace = Deadline(self._seam.now() + grace_s, deadline.setting)
+                outcomes = settle(self._seam, pending, grace)
+                done |= {p.engine for p, o in zip(pending, outcomes, strict=True)
+                         if p.engine is not None and not isinstance(o, Exception)}
+
+    def _best_effort(self, engines: Sequence[int], method: str, kwargs: dict[str, Any], deadline: Deadline,
+                     objection: Callable[[Any], str | None]) -> list[str]:
+        pending, troubles = [], []
+        for i in engines:
+            try:
+                pending.append(call_engine(self._seam, self._trace, i, self._fleet.engines[i], method, **kwargs))
+            except Exception as error:
+                troubles.append(str(error))
+        outcomes = settle(self._seam, pending, deadline)
+        return troubles + [f"{p.name()}: {trouble}" for p, outcome in zip(pending, outcomes, strict=True)
+                           if (trouble := objection(outcome))]
+
+
+def _objection(outcome: Any) -> str | None:
+    return str(outcome) if isinstance(outcome, Exception) else None

@@ -1,0 +1,114 @@
+"""Exporting and sending one stage: the source converts and sends, its gather peers join the gathers, both drain after a failure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tqdm import tqdm
+
+from staged_sync.buckets import Bucketer, nbytes
+from staged_sync.completeness import SentRecord, StageReport
+from staged_sync.connect import Connection
+from staged_sync.control import Deadline
+from staged_sync.errors import GatherError
+from staged_sync.exporter import NamedTensor
+from staged_sync.plan import Role, Send, group_name
+from staged_sync.rank import FirstFailure, Rank
+
+
+class Stage:
+    """This rank's share in sending `stage`. `call_deadline` gives the deadline of one call inside the running phase."""
+
+    def __init__(self, number: int, rank: Rank, link: Connection, failure: FirstFailure,
+                 call_deadline: Callable[[], Deadline]) -> None:
+        self.number = number
+        self._rank = rank
+        self._link = link
+        self._failure = failure
+        self._call_deadline = call_deadline
+        self._record = SentRecord(number, link.announced[number])
+        self._bucket = 0
+        self._bar: Any = None
+
+    def open(self) -> None:
+        """The source opens vime-pp_{stage}."""
+        self._rank.open_group(self._link.fleet, group_name(self.number), self._link.wire, self._call_deadline())
+
+    def synchronize(self) -> None:
+        group = self._rank.source.group
+        if group is not None:
+            with self._rank.trace.at(group=group.name):
+                group.synchronize(self._call_deadline())
+
+    def report(self) -> StageReport:
+        return self._record.report()
+
+    def end(self) -> None:
+        """Take the progress bar away; on every path."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def send(self, part: Send) -> None:
+        """Join every gather of `part`; on the source, as long as nothing has failed, convert and send. Keeps what fails."""
+        exporter = self._link.exporter
+        sends = self._link.topology.role(self._rank.number, part.stage, part.part) is Role.SOURCE
+        buckets = Bucketer(self._rank.settings.bucket_bytes)
+        try:
+            units = exporter.units(part.part)
+            if sends and units and not self._failure:
+                self._begin()
+        except Exception as error:
+            self._failure.keep(error)
+            return  # without its units this rank cannot join any gather: the peers' own deadline applies
+        for unit in units:
+            try:
+                gathered = self._gather(unit)
+                if sends and not self._failure:
+                    self._send_bucket(buckets.add(exporter.convert(unit, gathered)))
+            except GatherError as error:
+                self._failure.keep(error)
+                return  # the group is lost: going on would only meet peers that have left it
+            except Exception as error:
+                self._failure.keep(error)
+        if sends and not self._failure:
+            try:
+                self._send_bucket(buckets.flush())
+            except Exception as error:
+                self._failure.keep(error)
+
+    def _begin(self) -> None:
+        if self._rank.source.group is None:
+            self.open()  # pp = 1: the persistent group was closed by an earlier failure
+        if self._bar is None:
+            self._bar = tqdm(desc=f"[{group_name(self.number)}] Update weights", unit="B", unit_scale=True, disable=None,
+                             total=sum(meta.nbytes for meta in self._link.announced[self.number]), leave=False)
+
+    def _gather(self, unit: Any) -> Any:
+        """Gather one unit. A failure before the collective was entered is kept, and the collective is joined all the same."""
+        gather = self._link.exporter.gather
+        try:
+            return gather(unit, timeout_s=self._left_s())
+        except GatherError:
+            raise
+        except Exception as error:
+            self._failure.keep(error)
+        try:
+            return gather(unit, timeout_s=self._left_s())
+        except Exception as error:
+            raise GatherError(f"{unit.label}: cannot join the gather that its peers are in: {error}") from error
+
+    def _left_s(self) -> float:
+        return self._call_deadline().left_s(self._rank.seam.now())
+
+    def _send_bucket(self, bucket: list[NamedTensor]) -> None:
+        if not bucket:
+            return
+        rank = self._rank
+        assert rank.source.group is not None, "a source has a live group from open() to close()"
+        with rank.trace.at(group=rank.source.group.name, bucket=self._bucket):
+            rank.source.group.send_bucket(bucket, self._call_deadline())
+        self._record.bucket(bucket)
+        self._bucket += 1
+        self._bar.update(sum(nbytes(tensor) for _, tensor in bucket))

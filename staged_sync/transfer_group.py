@@ -1,0 +1,172 @@
+"""The source's side of one transfer group: open it, send buckets through it, close it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from staged_sync.config import Timeouts
+from staged_sync.control import Deadline
+from staged_sync.errors import StagedSyncError, TransportError
+from staged_sync.exporter import NamedTensor
+from staged_sync.plan import rank_offsets
+from staged_sync.seam import Listener, Seam, TransferGroup, Wire
+from staged_sync.session import Fleet
+from staged_sync.trace import Trace
+from staged_sync.waiting import Pending, call_engine, settle, wait_all
+
+logger = logging.getLogger(__name__)
+
+LOCK_POLL_S = 0.05
+"""vime's lock answers at once with a bool, so a held lock is polled."""
+
+NAMES_IN_TRACE = 32
+
+
+class OpenGroup:
+    """A live transfer group `{source} + {all workers of all engines}` on its source."""
+
+    def __init__(self, seam: Seam, trace: Trace, fleet: Fleet, name: str, wire: Wire, timeouts: Timeouts,
+                 group: TransferGroup) -> None:
+        self.name = name
+        self._timeouts = timeouts
+        self._seam = seam
+        self._trace = trace
+        self._fleet = fleet
+        self._wire = wire
+        self._group = group
+
+    def send_bucket(self, bucket: Sequence[NamedTensor], deadline: Deadline | None = None, *,
+                    packed: bool | None = None) -> None:
+        """Announce one bucket to every engine and broadcast it; returns when every engine has answered that it is in.
+
+        `deadline`: default one call from now. `packed`: what the caller believes was agreed, if it wants it checked. Raises
+        the first thing that goes wrong on either side; the group must be closed then.
+        """
+        if not bucket:
+            raise ValueError("an empty bucket is never announced")
+        if packed is not None and packed != self._wire.packed:
+            raise ValueError(f"{self.name} was opened with packed={self._wire.packed}; a bucket cannot be sent packed={packed}")
+        if deadline is None:
+            deadline = Deadline(self._seam.now() + self._timeouts.call_s, "update_weight_call_timeout")
+        names = [name for name, _ in bucket]
+        # contiguous at the edge: gloo ships wrong bytes for strided tensors, NCCL reads past them
+        tensors = [tensor.detach().contiguous() for _, tensor in bucket]
+        shown = names if len(names) <= NAMES_IN_TRACE else [*names[:NAMES_IN_TRACE], f"(+{len(names) - NAMES_IN_TRACE})"]
+        with (lock_held(self._seam, self._trace, self._fleet.lock, deadline, grace_s=self._timeouts.grace_s),
+              self._trace.waiting("send", detail=" ".join(shown))):
+            replies = [
+                call_engine(self._seam, self._trace, i, engine, "update_weights_from_distributed", names=names,
+                            dtypes=[t.dtype for t in tensors], shapes=[tuple(t.shape) for t in tensors],
+                            group_name=self.name, packed=self._wire.packed)
+                for i, engine in enumerate(self._fleet.engines)]
+            sent = Pending(f"the broadcast over {self.name}", self._group.send(tensors))
+            wait_all(self._seam, self._trace, [sent, *replies], deadline)
+
+    def synchronize(self, deadline: Deadline) -> None:
+        """Wait until everything sent has left this device."""
+        with self._trace.waiting("synchronize"):
+            done = Pending(f"the device to finish sending over {self.name}", self._group.synchronize())
+            wait_all(self._seam, self._trace, [done], deadline)
+
+    def close(self) -> None:
+        """Destroy this end. Idempotent and bounded; engines that still receive fail at once."""
+        with self._trace.waiting("close", group=self.name):
+            self._group.close(timeout_s=self._timeouts.grace_s)
+
+    def leave(self) -> None:
+        """Tell the engines to drop a persistent group, then close this end. Engines that are gone do not matter."""
+        deadline = Deadline(self._seam.now() + self._timeouts.grace_s, "update_weight_call_timeout")
+        pending = []
+        for i, engine in enumerate(self._fleet.engines):
+            try:
+                pending.append(call_engine(self._seam, self._trace, i, engine, "destroy_weights_update_group",
+                                           group_name=self.name))
+            except Exception as error:
+                logger.warning("while disconnecting %s: %s", self.name, error)
+        for outcome in settle(self._seam, pending, deadline):
+            if isinstance(outcome, Exception):
+                logger.warning("while disconnecting %s: %s", self.name, outcome)
+        self.close()
+
+
+def open_group(seam: Seam, trace: Trace, fleet: Fleet, name: str, wire: Wire, deadline: Deadline, *, timeouts: Timeouts,
+               address: str | None, port_range: tuple[int, int] | None) -> OpenGroup:
+    """Open transfer group `name` from this source to every worker of every engine.
+
+    The source binds first and announces the port it got, so that nobody can take it in between. Raises the first thing that
+    goes wrong: an engine that refuses is seen while the others are still dialling.
+    """
+    world_size = 1 + sum(fleet.counts)
+    listener = seam.listen(address=address, port_range=port_range)
+    try:
+        trace.record("listen", detail=f"{listener.host}:{listener.port}")
+        with trace.waiting("open", detail=f"world_size={world_size}"):
+            group = _dial(seam, trace, fleet, name, wire, listener, world_size, deadline)
+    finally:
+        listener.close()
+    return OpenGroup(seam, trace, fleet, name, wire, timeouts, group)
+
+
+def _dial(seam: Seam, trace: Trace, fleet: Fleet, name: str, wire: Wire, listener: Listener, world_size: int,
+          deadline: Deadline) -> TransferGroup:
+    joins = []
+    for i, (engine, offset) in enumerate(zip(fleet.engines, rank_offsets(fleet.counts), strict=True)):
+        agreed: dict[str, Any] = {}
+        if fleet.packed_in_init[i]:
+            agreed = {"packed": wire.packed, "packed_buffer_size_bytes": wire.packed_buffer_size_bytes}
+        joins.append(call_engine(seam, trace, i, engine, "init_weights_update_group", master_address=listener.host,
+                                 master_port=listener.port, rank_offset=offset, world_size=world_size, group_name=name,
+                                 backend=wire.backend, **agreed))
+    dial = Pending(f"{world_size - 1} workers to join {name} at {listener.host}:{listener.port}",
+                   seam.open_transfer_group(listener, name=name, world_size=world_size, wire=wire,
+                                            timeout_s=deadline.left_s(seam.now())))
+    try:
+        group: TransferGroup = wait_all(seam, trace, [dial, *joins], deadline)[0]
+    except Exception:
+        _discard(dial)
+        raise
+    return group
+
+
+def _discard(dial: Pending) -> None:
+    """Close a group that came up although an engine failed; forget one that did not."""
+    with contextlib.suppress(Exception):
+        if dial.work.poll():
+            dial.work.result().close(timeout_s=1.0)
+
+
+@contextlib.contextmanager
+def lock_held(seam: Seam, trace: Trace, lock: Any, deadline: Deadline, *, grace_s: float) -> Iterator[None]:
+    """Hold the rollout engines' lock; released on every path, acquired and released under deadlines."""
+    if lock is None:
+        yield
+        return
+    with trace.waits_for("the rollout engine lock"):
+        while not _lock_call(seam, trace, lock, "acquire", deadline):
+            if deadline.left_s(seam.now()) <= 0:
+                raise deadline.expired(trace.position.text(), "the rollout engine lock: somebody else holds it; a job that "
+                                       "died while sending leaves it locked (restart the lock actor)")
+            seam.sleep(LOCK_POLL_S)
+    try:
+        yield
+    except BaseException:
+        # The first error is the cause: a failing release must not replace it.
+        try:
+            _lock_call(seam, trace, lock, "release", Deadline(seam.now() + grace_s, deadline.setting))
+        except Exception as error:
+            logger.warning("the rollout engine lock could not be released: %s", error)
+        raise
+    _lock_call(seam, trace, lock, "release", Deadline(seam.now() + grace_s, deadline.setting))
+
+
+def _lock_call(seam: Seam, trace: Trace, lock: Any, method: str, deadline: Deadline) -> Any:
+    trace.record("rpc", detail=f"{method} lock")
+    try:
+        return wait_all(seam, trace, [Pending(f"the rollout engine lock ({method})", seam.call(lock, method))], deadline)[0]
+    except StagedSyncError:
+        raise
+    except Exception as error:
+        raise TransportError(f"the rollout engine lock failed in {method}: {type(error).__name__}: {error}") from error

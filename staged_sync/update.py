@@ -1,0 +1,198 @@
+"""One update on one trainer rank: executes the plan step by step and agrees with all other ranks at every barrier.
+
+An error of this rank is kept, brought to the next status barrier, and raised on all ranks there. Until then the rank goes on
+joining every collective that its peers need (draining), sends nothing and asks nobody for anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Collection
+from typing import Any, NoReturn
+
+from staged_sync.completeness import StageReport, judge
+from staged_sync.connect import Connection
+from staged_sync.control import Deadline, Status
+from staged_sync.errors import Aftermath, CompletenessError, Failure, RanksAbsent, UpdateFailed
+from staged_sync.plan import Barrier, Close, Lead, LeadAction, Open, Send, Step, Synchronize, takes_part
+from staged_sync.rank import FirstFailure, Rank
+from staged_sync.session import Session
+from staged_sync.stage import Stage
+
+logger = logging.getLogger(__name__)
+
+
+class Update:
+    """One update. Made anew each time, so that nothing of a failed one is left over.
+
+    `may_resume`: engines that hold the last published weights. `sessions_left_open`: whether an earlier update failed after
+    its start, so that engines may still be in its session.
+    """
+
+    def __init__(self, rank: Rank, link: Connection, version: int, *, may_resume: Collection[int],
+                 sessions_left_open: bool) -> None:
+        self._rank = rank
+        self._link = link
+        self._version = version
+        self._may_resume = may_resume
+        self._sessions_left_open = sessions_left_open
+        self._is_lead = rank.number == link.topology.LEAD
+        self._session = Session(rank.seam, rank.trace, link.fleet)
+        self._failure = FirstFailure(rank)
+        self._update_deadline = rank.deadline(rank.settings.timeouts.update_s, "update_weight_timeout")
+        self._phase_deadline = self._update_deadline
+        self._phase: tuple[str, int | None] = ("", None)
+        stage = rank.seam.coordinates().pp
+        self._stage = Stage(stage, rank, link, self._failure, self._call_deadline)
+        self._is_source = rank.number == link.topology.sources[stage]
+        self.reports: list[StageReport] = []
+
+    def run(self) -> None:
+        """Execute the plan. Raises `UpdateFailed`, the same on every rank."""
+        rank, name_before = self._rank, self._rank.source.group_name
+        try:
+            for step in self._link.plan:
+                self._enter_phase(step)
+                with rank.metrics.timed(self._phase[0]), rank.trace.at(phase=self._phase[0], stage=self._phase[1]):
+                    if isinstance(step, Barrier):
+                        self._meet(step)
+                    elif takes_part(step, self._link.topology, rank.number):
+                        self._do(step)
+        finally:
+            self._stage.end()
+            rank.set_group_name(name_before)
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def _do(self, step: Step) -> None:
+        if isinstance(step, Send):
+            self._stage.send(step)
+        elif not self._failure:
+            try:
+                self._perform(step)
+            except Exception as error:
+                self._failure.keep(error)
+
+    def _perform(self, step: Step) -> None:
+        match step:
+            case Lead(action):
+                self._ask_engines(action)
+            case Open():
+                self._stage.open()
+            case Synchronize():
+                self._stage.synchronize()
+            case Close():
+                self._rank.close_group()
+                self._rank.set_group_name(None)
+
+    def _ask_engines(self, action: LeadAction) -> None:
+        deadline, grace_s = self._call_deadline(), self._rank.settings.timeouts.grace_s
+        session = self._session
+        match action:
+            case "pause":
+                session.pause(deadline, grace_s)
+            case "flush":
+                session.flush(deadline, grace_s)
+            case "start":
+                if self._sessions_left_open:
+                    _warn(session.abandon(deadline))
+                session.start(deadline, grace_s)
+            case "finish":
+                session.finish(self._version, deadline, grace_s)
+            case "publish":
+                session.publish(self._version, deadline, grace_s)
+            case "resume":
+                session.resume(deadline, grace_s)
+
+    def _enter_phase(self, step: Step) -> None:
+        """Start a phase's clock. `send` is one phase per stage: its deadline bounds a stage, not the model."""
+        phase = _phase_of(step, self._phase)
+        if phase == self._phase:
+            return
+        self._phase, rank = phase, self._rank
+        self._phase_deadline = self._update_deadline.within(
+            rank.seam.now(), rank.settings.timeouts.phase_s, "update_weight_phase_timeout")
+        with rank.trace.at(phase=phase[0], stage=phase[1]):
+            rank.trace.record("phase", detail=phase[0])
+
+    def _call_deadline(self) -> Deadline:
+        timeouts = self._rank.settings.timeouts
+        return self._phase_deadline.within(self._rank.seam.now(), timeouts.call_s, "update_weight_call_timeout")
+
+    # --- barriers -----------------------------------------------------------------------------------------------------
+
+    def _meet(self, step: Barrier) -> None:
+        data: dict[str, Any] = {}
+        if step.reports and self._is_source and step.stage == self._stage.number and not self._failure:
+            data = {"report": self._stage.report().to_json()}
+        timeouts = self._rank.settings.timeouts
+        timeout_s = min(timeouts.phase_s, self._update_deadline.left_s(self._rank.seam.now())) + timeouts.grace_s
+        try:
+            statuses = self._rank.control.barrier(step.label, Status(self._failure.failure, data), timeout_s=timeout_s)
+        except RanksAbsent as error:
+            self._abort(step, [Failure(None, f"status barrier '{step.label}'", "RanksAbsent", str(error))], error)
+        if failures := [status.failure for status in statuses if status.failure is not None]:
+            self._abort(step, failures, None)
+        if step.reports and step.stage is not None:
+            self._judge(StageReport.from_json(statuses[self._link.topology.sources[step.stage]].data["report"]))
+
+    def _judge(self, report: StageReport) -> None:
+        """Every rank learns what was sent; the lead decides, and the next barrier carries its verdict."""
+        self.reports.append(report)
+        problem = judge(report, self._link.announced[report.stage])
+        if problem and self._is_lead:
+            self._failure.keep(CompletenessError(problem))
+
+    def _abort(self, step: Barrier, failures: list[Failure], cause: Exception | None) -> NoReturn:
+        """Every rank ends here with the same failures; the lead leaves the engines in a safe state first."""
+        self._failure.drop_group()
+        if self._is_lead:
+            with contextlib.suppress(Exception):
+                _warn(self._make_safe(step))
+        state = _state_after(step)
+        raise UpdateFailed(failures, state=state, aftermath=_WHAT_TO_DO[state].format(version=self._version)) from cause
+
+    def _make_safe(self, step: Barrier) -> list[str]:
+        match _state_after(step):
+            case "untouched":
+                return self._session.resume_paused(self._may_resume, self._rank.grace())
+            case "poisoned":
+                return self._session.abandon(self._rank.grace())
+            case "published":
+                return []
+
+
+def _state_after(step: Barrier) -> Aftermath:
+    """What a failure met at `step` leaves behind. Every rank decides alike: it depends on the plan alone."""
+    if step.label == "paused":
+        return "untouched"  # no engine was asked to start: all of them hold the old weights
+    return "published" if step.label == "resumed" else "poisoned"
+
+
+_WHAT_TO_DO: dict[Aftermath, str] = {
+    "untouched": "No weights were touched: engines that had been paused are resumed with their old weights. Mend the cause "
+                 "and call update_weights() again.",
+    "poisoned": "The engines stay paused and version {version} is not published: they may hold a mixture and must not "
+                "serve. Mend the cause, reconnect replaced engines with connect_rollout_engines(), and call "
+                "update_weights() again: it sends everything anew.",
+    "published": "All engines hold and publish version {version}, but some could not be resumed. Mend the cause and call "
+                 "update_weights() again.",
+}
+
+
+def _warn(troubles: list[str]) -> None:
+    for trouble in troubles:
+        logger.warning("while clearing up after a failed weight update: %s", trouble)
+
+
+def _phase_of(step: Step, current: tuple[str, int | None]) -> tuple[str, int | None]:
+    match step:
+        case Lead("flush"):
+            return current
+        case Lead(action):
+            return (action, None)
+        case Open(stage) | Send(stage) | Synchronize(stage) | Close(stage):
+            return ("send", stage)
+        case Barrier(stage=stage):
+            return current if stage is None else ("send", stage)

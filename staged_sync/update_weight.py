@@ -1,0 +1,218 @@
+"""`UpdateWeightFromDistributed`: what a trainer imports. Call-compatible with vime's class of the same name.
+
+Life cycle: `connect_rollout_engines` (all ranks agree on everything that can be known before a byte moves; with one pipeline
+stage the transfer group is opened here and kept), then `update_weights` after each optimizer step. Both are collective over
+all trainer ranks. docs/failures.md says what happens when something breaks.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from staged_sync.completeness import StageReport
+from staged_sync.config import engine_counts, mode_problems, read_settings
+from staged_sync.connect import Connection, Local, look_around, negotiate
+from staged_sync.control import Control, Status
+from staged_sync.errors import ConfigurationError, Failure, UpdateFailed, UpdateInProgress
+from staged_sync.exporter import Exporter, TensorMeta
+from staged_sync.metrics import Metrics
+from staged_sync.plan import Topology, group_name
+from staged_sync.rank import FirstFailure, Rank, SourceState
+from staged_sync.seam import Seam
+from staged_sync.trace import Trace
+from staged_sync.update import Update
+
+logger = logging.getLogger(__name__)
+
+PHASES = ("pause", "start", "send", "finish", "publish", "resume")
+
+
+class UpdateWeightFromDistributed:
+    """Sends all weights of a Megatron model to vLLM rollout engines on other devices.
+
+    `args`: any object with Megatron's and vime's attribute names (docs/configuration.md). `model`: this rank's model chunks.
+    `weights_getter`: serves bridge export only. `seam` and `exporter` replace the real world and the raw export (tests, other
+    exporters).
+    """
+
+    def __init__(self, args: Any, model: Sequence[torch.nn.Module], weights_getter: Callable[[], Mapping[str, Any]] | None,
+                 *, model_name: str, quantization_config: Mapping[str, Any] | None, seam: Seam | None = None,
+                 exporter: Exporter | None = None) -> None:
+        self.args = args
+        self.model = model
+        self.weights_getter = weights_getter
+        self.model_name = model_name
+        self.quantization_config = quantization_config
+        self.weight_version = 0
+        """The version that all engines published last; 0 before the first update."""
+        self.poisoned: str | None = None
+        """What happened and what to do, while engines may hold a mixture of weights; None when all is well."""
+        settings, self._problems = read_settings(args)
+        self._problems += mode_problems(args, quantization_config)
+        if seam is None:
+            from staged_sync.live_seam import LiveSeam  # torch.distributed and Megatron are needed from here on
+            seam = LiveSeam(model)
+        number = seam.coordinates().rank
+        trace = Trace(number, seam.now)
+        self._rank = Rank(number, seam, trace, Control(seam, trace), Metrics(seam.now), settings, SourceState())
+        self._exporter = exporter
+        self._link: Connection | None = None
+        self._up_to_date: tuple[Any, ...] | None = None  # engines of the last complete update; None before the first
+        self._busy = threading.Lock()
+
+    @property
+    def trace(self) -> Trace:
+        """What this rank did, as an ordered list of events, and where it stands."""
+        return self._rank.trace
+
+    @property
+    def group_name(self) -> str | None:
+        """The transfer group this rank sends over: set on the persistent source, or on the active one during its stage."""
+        return self._rank.source.group_name
+
+    # --- connecting -----------------------------------------------------------------------------------------------------
+
+    def connect_rollout_engines(self, rollout_engines: Sequence[Any], rollout_engine_lock: Any,
+                                engine_gpu_counts: Sequence[int] | None = None,
+                                engine_gpu_offsets: Sequence[int] | None = None, **placement: Any) -> None:
+        """Agree with all ranks on engines, roles, tensors and wire. A collective over all trainer ranks; may be called again
+        at any time with other engines.
+
+        `engine_gpu_counts`: workers per engine (default `args.rollout_num_gpus_per_engine` each). `engine_gpu_offsets` and
+        other placement keywords (vime's `engine_parallel_configs`) say where an engine runs, which does not matter here.
+        Raises `ConfigurationError` or `CompletenessError` with all problems of all ranks, before anything is paused or opened.
+        """
+        rank = self._rank
+        with self._exclusively("connect_rollout_engines"), rank.trace.at(phase="connect"), torch.no_grad():
+            counts, problems = engine_counts(self.args, rollout_engines, engine_gpu_counts)
+            local = look_around(rank.seam, getattr(self.args, "hf_checkpoint", None), self._make_exporter,
+                                self._problems + problems)
+            rank.control.ensure_open(timeout_s=rank.settings.timeouts.phase_s)
+            link = self._negotiate(local, rollout_engines, counts, rollout_engine_lock)
+            keep = (self._link is not None and self._link.fleet.same_as(rollout_engines, counts)
+                    and link.topology.pp == 1)
+            if not keep:
+                self._leave_group()
+            self._link = link
+            if link.topology.pp == 1:
+                self._open_persistent_group(link)
+
+    def _negotiate(self, local: Local, engines: Sequence[Any], counts: Sequence[int], lock: Any) -> Connection:
+        rank = self._rank
+        return negotiate(rank.seam, rank.trace, rank.control, rank.settings, local, engines, counts, lock)
+
+    def _make_exporter(self, index: Mapping[str, TensorMeta] | None) -> Exporter:
+        if self._exporter is not None:
+            return self._exporter
+        from staged_sync.megatron.raw_export import RawExporter  # the model's families, only where they are needed
+        return RawExporter(self.args, self.model, model_name=self.model_name, seam=self._rank.seam, hf_tensors=index)
+
+    def _open_persistent_group(self, link: Connection) -> None:
+        """One pipeline stage: the source opens the only transfer group now and keeps it. All ranks learn how it went."""
+        rank, failure, name = self._rank, FirstFailure(self._rank), group_name(0)
+        timeouts = rank.settings.timeouts
+        if rank.number == link.topology.sources[0] and rank.source.group is None:
+            try:
+                with rank.trace.at(stage=0):
+                    rank.open_group(link.fleet, name, link.wire, rank.deadline(timeouts.call_s, "update_weight_call_timeout"))
+            except Exception as error:
+                failure.keep(error)
+        statuses = rank.control.barrier("connected", Status(failure.failure), timeout_s=timeouts.phase_s + timeouts.grace_s)
+        failures: list[Failure] = [status.failure for status in statuses if status.failure is not None]
+        if failures:
+            self._link = None
+            raise UpdateFailed(failures, what="connecting the rollout engines", state="untouched", aftermath=(
+                "Nothing was paused and no weights were touched. Mend the cause and call connect_rollout_engines() again."))
+
+    def disconnect_rollout_engines(self) -> None:
+        """Close the persistent transfer group, if this rank holds one, and forget the engines. Not a collective."""
+        with self._exclusively("disconnect_rollout_engines"), self._rank.trace.at(phase="disconnect"):
+            self._leave_group()
+            self._link = None
+
+    def _leave_group(self) -> None:
+        rank = self._rank
+        group, rank.source.group = rank.source.group, None
+        rank.set_group_name(None)
+        if group is not None:
+            group.leave()
+
+    # --- updating -------------------------------------------------------------------------------------------------------
+
+    def update_weights(self) -> None:
+        """Send all weights to all engines and publish them as the next version. A collective over all trainer ranks.
+
+        Raises `UpdateFailed` with the same text on every rank; `weight_version` then stays what it was. Calling again sends
+        everything anew.
+        """
+        with self._exclusively("update_weights"), torch.no_grad():
+            link, rank = self._link, self._rank
+            if link is None:
+                raise ConfigurationError(["no rollout engines are connected: call connect_rollout_engines() first"])
+            rank.metrics.reset()
+            with rank.metrics.timed("total"):
+                reports = self._update(link, self.weight_version + 1)
+            self._account(reports)
+
+    def _update(self, link: Connection, version: int) -> list[StageReport]:
+        rank = self._rank
+        rank.control.ensure_open(timeout_s=rank.settings.timeouts.phase_s)
+        update = Update(rank, link, version, may_resume=self._may_resume(link),
+                        sessions_left_open=self.poisoned is not None)
+        try:
+            update.run()
+        except UpdateFailed as error:
+            if error.state == "poisoned":
+                self.poisoned = str(error)
+            elif error.state == "published":
+                self._published(link, version)
+            raise
+        self._published(link, version)
+        return update.reports
+
+    def _published(self, link: Connection, version: int) -> None:
+        self.weight_version = version
+        self.poisoned = None
+        self._up_to_date = link.fleet.engines
+
+    def _may_resume(self, link: Connection) -> list[int]:
+        """Engines that hold the last published weights: they may serve again if nothing has been touched."""
+        if self.poisoned is not None:
+            return []
+        if self._up_to_date is None:
+            return list(range(len(link.fleet.engines)))
+        return [i for i, engine in enumerate(link.fleet.engines) if any(engine is e or engine == e for e in self._up_to_date)]
+
+    def _account(self, reports: Sequence[StageReport]) -> None:
+        metrics = self._rank.metrics
+        for report in reports:
+            metrics.add("bytes", report.bytes)
+            metrics.add("buckets", report.buckets)
+            metrics.add("tensors", report.count)
+        if self._rank.number == Topology.LEAD:
+            phases = ", ".join(f"{phase} {metrics.get(phase + '_s'):.2f}" for phase in PHASES)
+            logger.info("weight version %d is on all engines: %d tensors, %.3f GB, %d buckets, %d stages in %.2f s (%s)",
+                        self.weight_version, metrics.get("tensors"), metrics.get("bytes") / 1e9, metrics.get("buckets"),
+                        len(reports), metrics.get("total_s"), phases)
+
+    def pop_metrics(self) -> dict[str, float]:
+        """Of the last update: `update_weight/<phase>_s` (seconds on this rank, barriers included), `…/total_s`, `…/bytes`,
+        `…/buckets`, `…/tensors` (over all stages). Empty when called twice."""
+        return self._rank.metrics.pop()
+
+    @contextmanager
+    def _exclusively(self, what: str) -> Iterator[None]:
+        """Refuse a second call while one runs on this rank: their collectives would meet each other's."""
+        if not self._busy.acquire(blocking=False):
+            raise UpdateInProgress(f"{what}() was called on rank {self._rank.number} while another weight sync call is "
+                                   f"running on it ({self._rank.trace.position.text()}); wait for it to return")
+        try:
+            yield
+        finally:
+            self._busy.release()

@@ -1,0 +1,79 @@
+"""Waiting for several pieces of work at once: the first failure is seen while the others are still under way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from staged_sync.control import Deadline
+from staged_sync.errors import EngineError, StagedSyncError
+from staged_sync.seam import Seam, Work
+from staged_sync.trace import Trace
+
+SLICE_S = 1.0
+"""Longest single wait: also a seam whose works finish outside its own wait is looked at this often."""
+
+
+@dataclass(frozen=True)
+class Pending:
+    """One piece of work and how to speak of it. `engine` is set for RPCs, so that errors name the engine."""
+
+    label: str
+    work: Work[Any]
+    engine: int | None = None
+
+    def value(self) -> Any:
+        """The result; an engine's error becomes an `EngineError`, as does a reply that says no."""
+        if self.engine is None:
+            return self.work.result()
+        try:
+            reply = self.work.result()
+        except StagedSyncError:
+            raise
+        except Exception as error:
+            raise EngineError(self.engine, self.label, f"{type(error).__name__}: {error}") from error
+        if reply is False or (isinstance(reply, dict) and reply.get("success") is False):
+            raise EngineError(self.engine, self.label, f"it answered {reply!r}")
+        return reply
+
+    def name(self) -> str:
+        return self.label if self.engine is None else f"{self.label} of rollout engine {self.engine}"
+
+
+def call_engine(seam: Seam, trace: Trace, engine: int, handle: Any, method: str, **kwargs: Any) -> Pending:
+    """Start one RPC. A handle that refuses on the spot (no such method, dead actor) is an `EngineError` as well."""
+    trace.record("rpc", detail=f"{method} engine{engine}")
+    try:
+        return Pending(method, seam.call(handle, method, **kwargs), engine)
+    except Exception as error:
+        raise EngineError(engine, method, f"the call could not be made: {type(error).__name__}: {error}") from error
+
+
+def wait_all(seam: Seam, trace: Trace, pending: Sequence[Pending], deadline: Deadline) -> list[Any]:
+    """Values of all `pending`, in order. Raises the first failure at once; `DeadlineExceeded` names what is still open."""
+    values: dict[int, Any] = {}
+    open_ = dict(enumerate(pending))
+    while open_:
+        for i in [i for i, p in open_.items() if p.work.poll()]:
+            values[i] = open_.pop(i).value()
+        if not open_:
+            break
+        left_s = deadline.left_s(seam.now())
+        if left_s <= 0:
+            raise deadline.expired(trace.position.text(), ", ".join(p.name() for p in open_.values()))
+        seam.wait_any([p.work for p in open_.values()], timeout_s=min(left_s, SLICE_S))
+    return [values[i] for i in range(len(pending))]
+
+
+def settle(seam: Seam, pending: Sequence[Pending], deadline: Deadline) -> list[Any | Exception]:
+    """How each of `pending` ended, as a value or an exception; what is still open at the deadline is a `DeadlineExceeded`."""
+    outcomes: list[Any | Exception] = []
+    for p in pending:
+        while not p.work.poll() and (left_s := deadline.left_s(seam.now())) > 0:
+            seam.wait_any([p.work], timeout_s=min(left_s, SLICE_S))
+        try:
+            outcomes.append(p.value() if p.work.poll() else deadline.expired("settling", p.name()))
+        except Exception as error:
+            outcomes.append(error)
+    return outcomes
