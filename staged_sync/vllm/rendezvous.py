@@ -7,6 +7,7 @@ asked to join finds somebody there. Everything about IPv4, IPv6 and host names i
 from __future__ import annotations
 
 import errno
+import ipaddress
 import math
 import socket
 from collections.abc import Callable, Sequence
@@ -82,6 +83,9 @@ def listen(address: str | None, port_range: tuple[int, int] | None, peers: Seque
     """
     host = bare_host(address) if address is not None else default_address(peers)
     family, resolved = _resolve(host)
+    if ipaddress.ip_address(resolved).is_unspecified:
+        raise TransportError(f"cannot announce {host!r}: it means every address of this host, and an engine cannot dial that; "
+                             f"name one address that the engines can reach")
     low, high = _checked_range(port_range)
     for port in range(low, high + 1):
         listening = socket.socket(family, socket.SOCK_STREAM)
@@ -167,7 +171,8 @@ def _resolve(host: str) -> tuple[socket.AddressFamily, str]:
     except OSError as error:
         raise TransportError(f"host {bare!r} cannot be resolved: {error}") from error
     family, _, _, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
-    return family, str(address[0])
+    scope = f"%{address[3]}" if len(address) == 4 and address[3] else ""  # a link-local IPv6 address needs its interface
+    return family, f"{str(address[0]).split('%')[0]}{scope}"
 
 
 def _checked_range(port_range: tuple[int, int] | None) -> tuple[int, int]:
