@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from harness.recording.kernel import Kernel, Waiting
-from staged_sync.errors import DeadlineExceeded, RanksAbsent
+from staged_sync.errors import RanksAbsent
 
 
 class Collective:
@@ -24,6 +24,8 @@ class Collective:
 
     def exchange(self, rank: int, value: Any, *, operation: str, timeout_s: float) -> list[Any]:
         """Everybody's value of this turn, by group rank. Raises `RanksAbsent`, naming them, when some do not come."""
+        if self.absent:
+            raise self._broken(operation)
         turn = self._turn[rank]
         self._turn[rank] += 1
         box = self._boxes[turn]
@@ -35,8 +37,10 @@ class Collective:
             self._boxes.pop(turn, None)
             return [box[member] for member in self.members]
         self.absent = self.absent or self._missing(box)
-        raise RanksAbsent(f"{operation} in group {self.name}: {ranks_text(self.absent)} did not come within {timeout_s:g} s",
-                          self.absent)
+        raise self._broken(operation, f" within {timeout_s:g} s")
+
+    def _broken(self, operation: str, when: str = ", earlier; the group is dead since") -> RanksAbsent:
+        return RanksAbsent(f"{operation} in group {self.name}: {ranks_text(self.absent)} did not come{when}", self.absent)
 
     def _missing(self, box: dict[int, Any]) -> tuple[int, ...]:
         return tuple(member for member in self.members if member not in box)
@@ -70,8 +74,3 @@ def finite(timeout_s: float) -> float:
     if not 0 <= timeout_s < math.inf:
         raise ValueError(f"timeout_s must be finite and not negative (got {timeout_s}): no wait without a deadline")
     return timeout_s
-
-
-def gather_timeout(error: RanksAbsent) -> DeadlineExceeded:
-    """A gather's time-out is a plain deadline: `RanksAbsent` speaks of status barriers only."""
-    return DeadlineExceeded(str(error))
