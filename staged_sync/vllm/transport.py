@@ -11,14 +11,14 @@ import logging
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from staged_sync.errors import DeadlineExceeded, StagedSyncError, TransportError
 from staged_sync.packing import as_bytes, pack
-from staged_sync.seam import Wire
+from staged_sync.seam import TransferGroup, Wire, Work
 from staged_sync.vllm.gloo_group import (
     IDLE_TIMEOUT_S,
     TERMS_KEY,
@@ -32,8 +32,6 @@ from staged_sync.vllm.rendezvous import Listener, check_timeout, endpoint
 from staged_sync.vllm.sockets import Endpoint, shut_down_connections
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 CONNECT_S = 10.0
 """Once every worker has joined, connecting them takes milliseconds; a worker that dies in between may cost this much."""
@@ -279,3 +277,10 @@ def _check_sendable(name: str, tensors: Sequence[torch.Tensor]) -> None:
         if not tensor.is_contiguous():
             raise TransportError(f"transfer group {name!r} sends contiguous tensors; tensor {index} of the bucket has shape "
                                  f"{tuple(tensor.shape)} and stride {tensor.stride()}: gloo would ship wrong bytes")
+
+
+def open_nccl_group(listener: Listener, *, name: str, world_size: int, wire: Wire, timeout_s: float) -> Work[TransferGroup]:
+    """The same for stock vLLM NCCL receivers and CUDA tensors, see staged_sync/vllm/nccl.py. Needs vLLM."""
+    from staged_sync.vllm import nccl
+
+    return nccl.open_nccl_group(listener, name=name, world_size=world_size, wire=wire, timeout_s=timeout_s)
