@@ -16,7 +16,7 @@ DEFAULT_BUFFER_BYTES = 512 * MIB
 """vime's default of --update-weight-buffer-size."""
 
 DEFAULT_PACKED_BUFFER_BYTES = 1024 * MIB
-"""vllm/distributed/weight_transfer/packed_tensor.py, DEFAULT_PACKED_BUFFER_SIZE_BYTES: what an engine assumes that is not told."""
+"""vllm/distributed/weight_transfer/packed_tensor.py, DEFAULT_PACKED_BUFFER_SIZE_BYTES: what an untold engine assumes."""
 
 DEFAULT_CALL_S, DEFAULT_PHASE_S, DEFAULT_UPDATE_S = 120.0, 600.0, 1800.0
 

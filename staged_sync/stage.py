@@ -1,4 +1,4 @@
-"""Exporting and sending one stage: the source converts and sends, its gather peers join the gathers, both drain after a failure."""
+"""One stage: its source exports and sends, its gather peers join the gathers, and both drain after a failure."""
 
 from __future__ import annotations
 

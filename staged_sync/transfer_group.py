@@ -55,15 +55,15 @@ class OpenGroup:
         # contiguous at the edge: gloo ships wrong bytes for strided tensors, NCCL reads past them
         tensors = [tensor.detach().contiguous() for _, tensor in bucket]
         shown = names if len(names) <= NAMES_IN_TRACE else [*names[:NAMES_IN_TRACE], f"(+{len(names) - NAMES_IN_TRACE})"]
-        with (lock_held(self._seam, self._trace, self._fleet.lock, deadline, grace_s=self._timeouts.grace_s),
-              self._trace.waiting("send", detail=" ".join(shown))):
+        with lock_held(self._seam, self._trace, self._fleet.lock, deadline, grace_s=self._timeouts.grace_s):
             replies = [
                 call_engine(self._seam, self._trace, i, engine, "update_weights_from_distributed", names=names,
                             dtypes=[t.dtype for t in tensors], shapes=[tuple(t.shape) for t in tensors],
                             group_name=self.name, packed=self._wire.packed)
                 for i, engine in enumerate(self._fleet.engines)]
-            sent = Pending(f"the broadcast over {self.name}", self._group.send(tensors))
-            wait_all(self._seam, self._trace, [sent, *replies], deadline)
+            with self._trace.waiting("send", detail=" ".join(shown)):
+                sent = Pending(f"the broadcast over {self.name}", self._group.send(tensors))
+                wait_all(self._seam, self._trace, [sent, *replies], deadline)
 
     def synchronize(self, deadline: Deadline) -> None:
         """Wait until everything sent has left this device."""
@@ -103,7 +103,7 @@ def open_group(seam: Seam, trace: Trace, fleet: Fleet, name: str, wire: Wire, de
     listener = seam.listen(address=address, port_range=port_range)
     try:
         trace.record("listen", detail=f"{listener.host}:{listener.port}")
-        with trace.waiting("open", detail=f"world_size={world_size}"):
+        with trace.waits_for(f"{world_size - 1} workers to join"):
             group = _dial(seam, trace, fleet, name, wire, listener, world_size, deadline)
     finally:
         listener.close()
@@ -120,6 +120,7 @@ def _dial(seam: Seam, trace: Trace, fleet: Fleet, name: str, wire: Wire, listene
         joins.append(call_engine(seam, trace, i, engine, "init_weights_update_group", master_address=listener.host,
                                  master_port=listener.port, rank_offset=offset, world_size=world_size, group_name=name,
                                  backend=wire.backend, **agreed))
+    trace.record("open", detail=f"world_size={world_size}")
     dial = Pending(f"{world_size - 1} workers to join {name} at {listener.host}:{listener.port}",
                    seam.open_transfer_group(listener, name=name, world_size=world_size, wire=wire,
                                             timeout_s=deadline.left_s(seam.now())))
