@@ -56,6 +56,8 @@ class Settings:
     timeouts: Timeouts
     address: str | None
     port_range: tuple[int, int] | None
+    report_folder: str | None
+    """Where hang reports go; the system's temporary folder if None."""
 
 
 def read_settings(args: Any) -> tuple[Settings, list[str]]:
@@ -72,7 +74,8 @@ def read_settings(args: Any) -> tuple[Settings, list[str]]:
         packed_buffer_bytes=int(_number(args, "update_weight_packed_buffer_size", DEFAULT_PACKED_BUFFER_BYTES, problems)),
         timeouts=timeouts,
         address=getattr(args, "update_weight_master_address", None),
-        port_range=_port_range(getattr(args, "update_weight_port_range", None), problems))
+        port_range=_port_range(getattr(args, "update_weight_port_range", None), problems),
+        report_folder=getattr(args, "update_weight_report_folder", None))
     return settings, problems
 
 

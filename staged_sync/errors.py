@@ -28,7 +28,12 @@ class CompletenessError(StagedSyncError):
 
 
 class DeadlineExceeded(StagedSyncError):
-    """A wait took longer than it may. The text says on what, for how long, and which setting bounds it."""
+    """A wait took longer than it may. The text says on what, for how long, and which setting bounds it.
+
+    `owed_by`: who has not answered what, as far as known: ("engine0", "update_weights_from_distributed").
+    """
+
+    owed_by: tuple[tuple[str, str], ...] = ()
 
 
 class RanksAbsent(DeadlineExceeded):

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from staged_sync.config import Settings
 from staged_sync.control import Control, Deadline
-from staged_sync.errors import Failure
+from staged_sync.errors import DeadlineExceeded, Failure
+from staged_sync.hang_report import report
 from staged_sync.metrics import Metrics
 from staged_sync.seam import Seam, Wire
 from staged_sync.session import Fleet
@@ -79,6 +80,8 @@ class FirstFailure:
         rank = self._rank
         rank.trace.record("error", detail=f"{type(error).__name__}: {error}".splitlines()[0])
         if self.failure is None:
+            if isinstance(error, DeadlineExceeded):
+                report(error, rank.seam, rank.trace, rank.settings.report_folder)
             where = rank.trace.position_of(error).text()
             self.failure = Failure(rank.number, where, type(error).__name__, str(error))
             logger.error("weight update: rank %d fails (%s)", rank.number, where, exc_info=error)

@@ -15,6 +15,7 @@ from staged_sync.completeness import StageReport, judge
 from staged_sync.connect import Connection
 from staged_sync.control import Deadline, Status
 from staged_sync.errors import Aftermath, CompletenessError, Failure, RanksAbsent, UpdateFailed
+from staged_sync.hang_report import report
 from staged_sync.plan import Barrier, Close, Lead, LeadAction, Open, Send, Step, Synchronize, takes_part
 from staged_sync.rank import FirstFailure, Rank
 from staged_sync.session import Session
@@ -131,6 +132,7 @@ class Update:
         try:
             statuses = self._rank.control.barrier(step.label, Status(self._failure.failure, data), timeout_s=timeout_s)
         except RanksAbsent as error:
+            report(error, self._rank.seam, self._rank.trace, self._rank.settings.report_folder)
             self._abort(step, [Failure(None, f"status barrier '{step.label}'", "RanksAbsent", str(error))], error)
         if failures := [status.failure for status in statuses if status.failure is not None]:
             self._abort(step, failures, None)

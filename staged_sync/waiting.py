@@ -61,7 +61,9 @@ def wait_all(seam: Seam, trace: Trace, pending: Sequence[Pending], deadline: Dea
             break
         left_s = deadline.left_s(seam.now())
         if left_s <= 0:
-            raise deadline.expired(trace.position.text(), ", ".join(p.name() for p in open_.values()))
+            expired = deadline.expired(trace.position.text(), ", ".join(p.name() for p in open_.values()))
+            expired.owed_by = tuple((f"engine{p.engine}", p.label) for p in open_.values() if p.engine is not None)
+            raise expired
         seam.wait_any([p.work for p in open_.values()], timeout_s=min(left_s, SLICE_S))
     return [values[i] for i in range(len(pending))]
 
