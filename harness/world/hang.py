@@ -50,7 +50,7 @@ def _row(topology: Topology, run: RunState, rank: int, snapshot: Snapshot | None
     if not snapshot.positions:
         return [name, state, *[""] * 4, "nothing recorded yet", ""]
     at = snapshot.positions[-1]
-    waiting = at.get("waiting_for") or ("" if rank in run.pending else "next scenario or call")
+    waiting = at.get("waiting_for")
     return [name, state, at.get("phase", ""), _number(at.get("stage")), _number(at.get("bucket")), at.get("group", ""),
             waiting or f"nothing recorded; last event: {at['event']}", f"{time.monotonic() - _since(at):.1f} s"]
 

@@ -15,7 +15,7 @@ from harness.world.host import HostMessage as HostMessage
 from harness.world.wire import Topology
 from harness.world.world import START_WITHIN_S, World, WorldError, make_world
 
-HEAVY = ("torch", "megatron.core", "vllm")
+HEAVY = ("torch", "vllm.entrypoints.llm", "staged_sync.vllm.gloo_engine", "harness.megatron_oracle", "transformers")
 _IMPORTS_WITHIN_S = 120.0
 """Ten seconds on an idle machine with a warm page cache; cold disks and busy cores take a minute."""
 

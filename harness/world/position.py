@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from staged_sync.trace import Event
+from staged_sync.trace import Event, Trace
 
 KEEP = 40
 """Lines that a hang report shows of each rank."""
 
 
 class Standing(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One line of the log: what a rank does, and what it waits for since when (seconds on the host-wide monotonic clock)."""
+    """One line of the log. Times are seconds on the clock that all processes of this host share."""
 
     time_s: float
     event: str
@@ -37,44 +38,39 @@ class PositionLog:
 
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        self._waits: list[tuple[str, float]] = []
 
     def restart(self, scenario: str) -> None:
         """Forget the last scenario: a report shows one scenario only."""
         os.ftruncate(self._fd, 0)
-        self._waits.clear()
-        self.note("scenario", detail=scenario)
+        self.note(f"scenario {scenario}")
 
-    def on_event(self, event: Event) -> None:
-        """For `staged_sync.trace.Trace(on_event=…)`."""
-        self.note(event.event, phase=event.phase, stage=event.stage, bucket=event.bucket, group=event.group,
-                  detail=event.detail)
-
-    def note(self, event: str, *, phase: str = "", stage: int | None = None, bucket: int | None = None, group: str = "",
-             detail: str = "", waits: bool = False) -> None:
-        """Append one line. An operation that waits ends with `<event>.done` or `<event>.failed`."""
+    def note(self, event: str, *, waiting_for: str = "", group: str = "", bucket: int | None = None) -> None:
+        """Append a line about something outside the library: a scenario, a remote call, a harness' own wait."""
         now = time.monotonic()
-        base, _, ending = event.partition(".")
-        text = f"{base} {detail}".strip()
-        if ending:
-            self._waits_over(base)
-        elif waits or base in _WAITS:
-            self._waits.append((text, now))
-        waiting_for, since_s = self._waits[-1] if self._waits else ("", now)
-        line = Standing(now, f"{event} {detail}".strip(), phase, stage, bucket, group, waiting_for, since_s)
-        os.write(self._fd, msgspec.json.encode(line) + b"\n")
+        self._append(Standing(now, event, group=group, bucket=bucket, waiting_for=waiting_for, since_s=now))
 
-    def _waits_over(self, base: str) -> None:
-        """Drop the innermost wait of this kind, and what an exception left open inside it."""
-        for index in range(len(self._waits) - 1, -1, -1):
-            if self._waits[index][0].split(" ")[0] == base:
-                del self._waits[index:]
-                return
+    def record(self, event: Event, trace: Trace) -> None:
+        """Append a line about an event of the library's trace."""
+        base, _, ending = event.event.partition(".")
+        waiting_for = "" if ending and trace.waiting_for.startswith(base) else trace.waiting_for
+        self._append(Standing(event.time_s, f"{event.event} {event.detail}".strip(), event.phase, event.stage, event.bucket,
+                              event.group, waiting_for, trace.since_s))
+
+    def _append(self, standing: Standing) -> None:
+        os.write(self._fd, msgspec.json.encode(standing) + b"\n")
 
 
-_WAITS = frozenset({"rpc", "barrier", "gather", "listen", "open", "send", "synchronize", "close",
-                    "handle", "join", "replace", "receive", "generate"})
-"""Events of the schema that begin a wait (docs/seam.md): each ends with `.done` or `.failed`."""
+class PublishedEvents(deque[Event]):
+    """A trace's ring of events that also writes each one to the position log, before the rank does what it announces."""
+
+    def __init__(self, trace: Trace, log: PositionLog, keep: int = 4096) -> None:
+        super().__init__(maxlen=keep)
+        self._trace = trace
+        self._log = log
+
+    def append(self, event: Event) -> None:
+        super().append(event)
+        self._log.record(event, self._trace)
 
 
 def read_log(path: Path, keep: int = KEEP) -> list[Standing]:

@@ -57,6 +57,7 @@ class RankContext:
 
     def freeze(self, point: str, *, timeout_s: float) -> None:
         """Tell the controller that `point` is reached, and stand still until it says go."""
+        self.position.note(f"freeze {point}", waiting_for=f"go at the freeze point {point!r}")
         self._link.send(encode(Reached(self._run, self.rank, point)))
         if not self._link.poll(Deadline.after(timeout_s).left_ms):
             raise FreezeNotLifted(f"rank {self.rank} stood at {point!r} for {timeout_s:g} s; call run.go({point!r})")
@@ -89,8 +90,8 @@ class RankContext:
             encode(done)  # an answer that does not travel is this scenario's error, not the end of the rank
         except Exception as error:
             done = Done(start.run, self.rank, None, Problem.of(error))
-        self.position.note("idle" if done.problem is None else "failed",
-                           detail=start.function if done.problem is None else done.problem.line())
+        self.position.note(f"done {start.function}" if done.problem is None else f"failed {done.problem.line()}",
+                           waiting_for="the next scenario or call")
         return done
 
 

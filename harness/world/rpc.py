@@ -146,14 +146,15 @@ class Server:
         caller, frame = self.socket.recv_multipart()
         request = decode(frame)
         assert isinstance(request, Request), request
-        self._note("handle", request.method)
+        self._note(f"handle {request.method}", f"{request.method} to return")
         reply = answer(self.target, request)
-        self._note("handle.done" if reply.problem is None else "handle.failed", request.method)
+        ending = "done" if reply.problem is None else f"failed {reply.problem.line()}"
+        self._note(f"handle.{ending} {request.method}", "the next scenario or call")
         self.socket.send_multipart([caller, encode(reply)])
 
-    def _note(self, event: str, method: str) -> None:
+    def _note(self, event: str, waiting_for: str) -> None:
         if self._position is not None:
-            self._position.note(event, detail=method)
+            self._position.note(event, waiting_for=waiting_for)
 
 
 def answer(target: Any, request: Request) -> Reply:

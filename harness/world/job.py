@@ -1,0 +1,107 @@
+"""The main job as the controller drives it: prepare a world, sync, check every engine, say what happened."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from harness.world.deadline import Deadline
+from harness.world.rank import RankContext
+from harness.world.receiver import EngineReport
+from harness.world.world import World
+
+
+class SyncReport(msgspec.Struct, frozen=True):
+    """One update: what a person wants to see of it, and what a machine can keep."""
+
+    scenario: str
+    topology: str
+    version: int
+    stages: list[str]
+    buckets: int
+    bytes: int
+    seconds: dict[str, float]
+    engines: list[EngineReport]
+
+    @property
+    def exact(self) -> bool:
+        return bool(self.engines) and all(engine.exact for engine in self.engines)
+
+    def problems(self) -> str:
+        """Everything that is wrong, engine by engine; empty where all is exact."""
+        return "\n".join(f"engine {e.engine}: {e.tensors_equal}/{e.tensors_total} tensors on arrival, "
+                         f"{e.parameters_equal}/{e.parameters_total} parameters after finish, tokens equal: {e.tokens_equal}, "
+                         f"logprobs equal: {e.logprobs_equal}\n" + "\n".join(f"  - {p}" for p in e.problems[:20])
+                         for e in self.engines if not e.exact)
+
+
+class SyncJob:
+    """Trainer ranks with `checkpoint`'s weights, engines with none, and the library between them."""
+
+    def __init__(self, world: World, checkpoint: str, deadline: Deadline, *, scenario: str = "", engines: int | None = None,
+                 args: dict[str, Any] | None = None, backend: str = "gloo") -> None:
+        self.world = world
+        self.deadline = deadline
+        self.scenario = scenario or "main job"
+        self.receivers = list(world.receiver_ranks)[:engines]
+        everybody = [*world.trainer_ranks, *self.receivers]
+        values = world.run(prepare, on=everybody, deadline=deadline, checkpoint=checkpoint, args=args or {}, backend=backend,
+                           timeout_s=min(30.0, deadline.limit_s / 2))
+        self.engines: list[dict[str, Any]] = values[world.topology.trainers:]
+        self.checkpoint = checkpoint
+        self.updates: list[list[dict[str, Any]]] = []
+        """What `trainer.update` returned, by update and rank."""
+
+    @property
+    def lock(self) -> dict[str, Any]:
+        return msgspec.to_builtins(self.world.hub.lock_target)
+
+    def connect(self, counts: Sequence[int] | None = None) -> None:
+        self.on_trainers("connect", engines=self.engines, lock=self.lock, counts=None if counts is None else list(counts))
+
+    def load(self, checkpoint: str) -> None:
+        """The next optimizer step."""
+        self.on_trainers("load", checkpoint=checkpoint)
+        self.checkpoint = checkpoint
+
+    def update(self) -> SyncReport:
+        """One weight update, then every engine against the checkpoint."""
+        self.on_receivers("forget")
+        ranks = self.on_trainers("update")
+        self.updates.append(ranks)
+        checked = self.on_receivers("check", checkpoint=self.checkpoint)
+        metrics = ranks[0]["metrics"]
+        return SyncReport(
+            scenario=self.scenario, topology=self.world.topology.text(), version=ranks[0]["version"],
+            stages=[event["group"] for event in self.story("open.done")],
+            buckets=int(metrics["update_weight/buckets"]), bytes=int(metrics["update_weight/bytes"]),
+            seconds={name.removeprefix("update_weight/").removesuffix("_s"): value for name, value in metrics.items()
+                     if name.endswith("_s")},
+            engines=[msgspec.convert(engine, EngineReport) for engine in checked])
+
+    def story(self, *events: str) -> list[dict[str, Any]]:
+        """The last update's events of these kinds, of all trainer ranks, in the order in which they happened."""
+        told = [event for rank in self.updates[-1] for event in rank["events"] if event["event"] in events]
+        return sorted(told, key=lambda event: event["time_s"])
+
+    def generate(self) -> list[dict[str, Any]]:
+        return self.on_receivers("generate")
+
+    def on_trainers(self, function: str, **kwargs: Any) -> list[Any]:
+        return self.world.run(f"harness.world.trainer:{function}", on=self.world.trainer_ranks, deadline=self.deadline, **kwargs)
+
+    def on_receivers(self, function: str, **kwargs: Any) -> list[Any]:
+        return self.world.run(f"harness.world.receiver:{function}", on=self.receivers, deadline=self.deadline, **kwargs)
+
+
+def prepare(context: RankContext, *, checkpoint: str, args: dict[str, Any], backend: str, timeout_s: float) -> Any:
+    """Models and engines at the same time, each rank its own; imports only what its side needs."""
+    if context.is_trainer:
+        from harness.world import trainer
+
+        return trainer.setup(context, checkpoint=checkpoint, args=args, timeout_s=timeout_s)
+    from harness.world import receiver
+
+    return receiver.prepare(context, checkpoint=checkpoint, backend=backend)

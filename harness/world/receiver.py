@@ -1,0 +1,182 @@
+"""Scenarios of the receiver ranks: an engine under test that knows config.json only, and a reference engine from the file.
+
+What is compared, and with what (none of it uses `staged_sync` to know what is right):
+on arrival     every tensor that the back end is about to load, byte for byte, with the checkpoint's safetensors
+after finish   every parameter, byte for byte, with the reference engine's (readback.py says what that is for packed ones)
+in use         greedy tokens and their logprobs, to the last bit, with the reference engine's
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from harness.checkpoints import config_only_copy, read_checkpoint
+from harness.compare import compare, compare_arrivals
+from harness.world.rank import RankContext
+from harness.world.readback import read_back, record_unpacked_weights
+from harness.world.rpc import Target, public_methods
+
+PROMPTS = ([1, 2, 3, 4], [9, 8, 7], [100, 50, 25, 12, 6], [33])
+NEW_TOKENS = 12
+
+
+class Generation(msgspec.Struct, frozen=True):
+    """Greedy tokens of every prompt, and for every token the logprobs of the most likely ones."""
+
+    tokens: list[list[int]]
+    logprobs: list[list[dict[int, float]]]
+
+
+class EngineReport(msgspec.Struct, frozen=True):
+    """What one engine received and became, against the checkpoint that it should have."""
+
+    engine: int
+    version: str
+    tensors_equal: int
+    tensors_total: int
+    parameters_equal: int
+    parameters_total: int
+    parameters_unpacked: int
+    tokens_equal: bool
+    logprobs_equal: bool
+    groups: list[str]
+    bytes: int
+    problems: list[str]
+
+    @property
+    def exact(self) -> bool:
+        return (not self.problems and self.tokens_equal and self.logprobs_equal and self.tensors_total > 0
+                and self.tensors_equal == self.tensors_total and self.parameters_equal == self.parameters_total)
+
+
+@dataclass(slots=True)
+class Arrivals:
+    """What came over the wire since the last `forget`, copied before vLLM loads it."""
+
+    tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    groups: list[str] = field(default_factory=list)
+
+    def on_receive(self, _engine: Any, group: Any, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        self.groups.append(group.terms.name)
+        self.tensors += [(name, tensor.clone()) for name, tensor in tensors]
+
+    def forget(self) -> None:
+        self.tensors.clear()
+        self.groups.clear()
+
+
+@dataclass(slots=True)
+class Receiver:
+    """The engine under test, what arrived for it, and reference engines by checkpoint."""
+
+    llm: Any
+    engine: Any
+    arrivals: Arrivals
+
+
+def prepare(context: RankContext, *, checkpoint: str, backend: str = "gloo") -> dict[str, Any]:
+    """A fresh engine under test, behind remote calls; what trainer ranks need to reach it."""
+    _prepare_process(context)
+    from staged_sync.engines.in_process import InProcessEngine
+    from staged_sync.vllm.gloo_engine import GlooWeightTransferEngine
+
+    home = config_only_copy(checkpoint, context.files.directory / f"config{context.engine}")
+    llm = _llm(home, load_format="dummy", backend=backend)
+    arrivals = Arrivals()
+    GlooWeightTransferEngine.on_receive[:] = [arrivals.on_receive]
+    engine = InProcessEngine(llm)
+    context.state["receiver"] = Receiver(llm, engine, arrivals)
+    target = Target(f"engine {context.engine}", context.serve(engine), os.getpid(), list(public_methods(engine)))
+    return msgspec.to_builtins(target)
+
+
+def forget(context: RankContext) -> None:
+    """Start a new recording."""
+    _receiver(context).arrivals.forget()
+
+
+def generate(context: RankContext) -> dict[str, Any]:
+    """What the engine says now."""
+    return msgspec.to_builtins(_generate(_receiver(context).llm))
+
+
+def check(context: RankContext, *, checkpoint: str) -> dict[str, Any]:
+    """Compare what arrived and what the engine became with `checkpoint`."""
+    receiver, want = _receiver(context), read_checkpoint(checkpoint)
+    arrived = compare_arrivals(receiver.arrivals.tensors, want)
+    reference = _reference(context, checkpoint)
+    (mine,), (other,) = read_back(receiver.llm), read_back(reference)
+    parameters = compare(mine.tensors, other.tensors)
+    said, expected = _generate(receiver.llm), _generate(reference)
+    report = EngineReport(
+        engine=context.engine, version=str(receiver.llm.get_weight_version()),
+        tensors_equal=arrived.equal, tensors_total=arrived.total,
+        parameters_equal=parameters.equal, parameters_total=parameters.total, parameters_unpacked=len(mine.unpacked),
+        tokens_equal=said.tokens == expected.tokens, logprobs_equal=said.logprobs == expected.logprobs,
+        groups=list(dict.fromkeys(receiver.arrivals.groups)), bytes=sum(t.nbytes for _, t in receiver.arrivals.tensors),
+        problems=[*arrived.problems, *(f"after finish, {problem}" for problem in parameters.problems)])
+    return msgspec.to_builtins(report)
+
+
+def sensitivity(context: RankContext, *, checkpoint: str, swapped: str) -> dict[str, bool]:
+    """Whether two reference engines differ, where one has two layers' tensors swapped: the checks above can see a swap."""
+    one, other = _reference(context, checkpoint), _reference(context, swapped)
+    (mine,), (theirs,) = read_back(one), read_back(other)
+    said, expected = _generate(one), _generate(other)
+    return {"parameters differ": not compare(mine.tensors, theirs.tensors).exact,
+            "tokens differ": said.tokens != expected.tokens, "logprobs differ": said.logprobs != expected.logprobs}
+
+
+def _prepare_process(context: RankContext) -> None:
+    """Once per process, before vLLM is used."""
+    if context.topology.device == "cuda":
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", str(context.rank))
+    from staged_sync.vllm.plugin import register
+
+    register()
+    record_unpacked_weights()
+
+
+def _llm(path: Path | str, *, load_format: str, backend: str | None) -> Any:
+    from vllm import LLM
+
+    return LLM(str(path), skip_tokenizer_init=True, enforce_eager=True, load_format=load_format, max_model_len=64,
+               dtype="bfloat16", num_gpu_blocks_override=64,
+               weight_transfer_config=None if backend is None else {"backend": backend})
+
+
+def _reference(context: RankContext, checkpoint: str) -> Any:
+    """An engine that loaded `checkpoint` itself; kept, since tests compare with the same few again and again."""
+    _prepare_process(context)
+    references: dict[str, Any] = context.state.setdefault("references", {})
+    if checkpoint not in references:
+        references[checkpoint] = _llm(checkpoint, load_format="auto", backend=None)
+    return references[checkpoint]
+
+
+def _generate(llm: Any) -> Generation:
+    from vllm import SamplingParams
+
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS],
+                           SamplingParams(max_tokens=NEW_TOKENS, temperature=0, detokenize=False, logprobs=3, ignore_eos=True),
+                           use_tqdm=False)
+    answers = [output.outputs[0] for output in outputs]
+    generation = Generation([list(answer.token_ids) for answer in answers],
+                            [[{token: entry.logprob for token, entry in step.items()} for step in answer.logprobs]
+                             for answer in answers])
+    if not all(math.isfinite(p) for answer in generation.logprobs for step in answer for p in step.values()):
+        raise ValueError("the engine computed logprobs that are not finite: its weights are not a model's")
+    return generation
+
+
+def _receiver(context: RankContext) -> Receiver:
+    if "receiver" not in context.state:
+        raise RuntimeError(f"engine {context.engine} does not exist yet: run harness.world.receiver:prepare first")
+    return context.state["receiver"]

@@ -1,0 +1,135 @@
+"""Scenarios of the trainer ranks: real Megatron-core models from HF checkpoints, and the library under test.
+
+Each function runs on every trainer rank; what lives from scenario to scenario is in `context.state`.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from harness.megatron_oracle import build_megatron_model, load_step, megatron_args, megatron_forward_logits
+from harness.world.position import PublishedEvents
+from harness.world.rank import RankContext
+from harness.world.rpc import RemoteHandle, Target
+from staged_sync.live_seam import LiveSeam
+from staged_sync.update_weight import UpdateWeightFromDistributed
+
+TIMEOUTS = {"update_weight_call_timeout": 15.0, "update_weight_phase_timeout": 25.0, "update_weight_timeout": 45.0}
+"""Inside the default deadline of a world test: the library speaks first, the harness' hang report is for what it misses."""
+
+
+@dataclass(slots=True)
+class Trainer:
+    """What a trainer rank holds."""
+
+    checkpoint: str
+    model: list[torch.nn.Module]
+    updater: UpdateWeightFromDistributed
+
+
+def setup(context: RankContext, *, checkpoint: str, args: dict[str, Any], timeout_s: float) -> None:
+    """Build this rank's share of the model and an updater. May be called again for another checkpoint or other args."""
+    _join_world(context, timeout_s)
+    device = _device(context)
+    model = build_megatron_model(checkpoint, device=device)
+    settings = megatron_args(checkpoint, **TIMEOUTS | args)
+    store = dist.PrefixStore(f"updater/{_count(context, 'updaters')}", context.state["store"])
+    updater = UpdateWeightFromDistributed(settings, model, None, model_name=_family(checkpoint), quantization_config=None,
+                                          seam=LiveSeam(model, store=store))
+    updater.trace.events = PublishedEvents(updater.trace, context.position)
+    context.state["trainer"] = Trainer(checkpoint, model, updater)
+
+
+def connect(context: RankContext, *, engines: list[dict[str, Any]], lock: dict[str, Any], counts: list[int] | None) -> None:
+    """Connect the engines; the handles of one engine are one object from call to call, as Ray handles would be equal."""
+    handles = [_handle(context, engine) for engine in engines]
+    _trainer(context).updater.connect_rollout_engines(handles, _handle(context, lock), engine_gpu_counts=counts)
+
+
+def load(context: RankContext, *, checkpoint: str) -> None:
+    """The next optimizer step: every weight of this rank replaced in place."""
+    trainer = _trainer(context)
+    load_step(trainer.model, checkpoint)
+    trainer.checkpoint = checkpoint
+
+
+def update(context: RankContext) -> dict[str, Any]:
+    """One weight update; what this rank did, event by event, and its metrics."""
+    updater = _trainer(context).updater
+    updater.trace.events.clear()
+    updater.update_weights()
+    return {"version": updater.weight_version, "metrics": updater.pop_metrics(),
+            "events": updater.trace.as_dicts()}
+
+
+def disconnect(context: RankContext) -> None:
+    _trainer(context).updater.disconnect_rollout_engines()
+
+
+def logits(context: RankContext, *, tokens: list[list[int]], vocab_size: int) -> list[list[list[float]]] | None:
+    """Megatron's own forward pass; the last stage answers, the others None."""
+    ids = torch.tensor(tokens, device=_device(context))
+    result = megatron_forward_logits(_trainer(context).model, ids, vocab_size=vocab_size)
+    return None if result is None else result.float().cpu().tolist()
+
+
+def float32_model(context: RankContext, *, checkpoint: str, timeout_s: float) -> None:
+    """A model whose forward leaves no room for a wrong weight: bf16 weights computed with in float32. Cannot be updated."""
+    _join_world(context, timeout_s)
+    model = build_megatron_model(checkpoint, device=_device(context), dtype=torch.float32)
+    context.state["trainer"] = Trainer(checkpoint, model, None)  # type: ignore[arg-type]
+
+
+def _join_world(context: RankContext, timeout_s: float) -> None:
+    """Once per process: the trainer's process group and Megatron's groups."""
+    if dist.is_initialized():
+        return
+    from megatron.core import parallel_state as mpu
+
+    topology = context.topology
+    # An explicit store: under torchrun every rank is a client of a tcp:// init method, and nobody would serve it.
+    agent = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
+                          timeout=timedelta(seconds=timeout_s))
+    context.state["store"] = store = dist.PrefixStore("trainer", agent)
+    backend = "cpu:gloo,cuda:nccl" if topology.device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=context.rank, world_size=topology.trainers,
+                            timeout=timedelta(seconds=timeout_s))
+    mpu.initialize_model_parallel(topology.tp, topology.pp)
+
+
+def _device(context: RankContext) -> torch.device:
+    if context.topology.device == "cpu":
+        return torch.device("cpu")
+    torch.cuda.set_device(context.rank)
+    return torch.device("cuda", context.rank)
+
+
+def _trainer(context: RankContext) -> Trainer:
+    if "trainer" not in context.state:
+        raise RuntimeError(f"trainer rank {context.rank} has no model yet: run harness.world.trainer:setup first")
+    return context.state["trainer"]
+
+
+def _handle(context: RankContext, description: dict[str, Any]) -> RemoteHandle:
+    target = msgspec.convert(description, Target)
+    handles: dict[tuple[str, int], RemoteHandle] = context.state.setdefault("handles", {})
+    return handles.setdefault((target.address, target.pid), RemoteHandle(target))
+
+
+def _count(context: RankContext, what: str) -> int:
+    """How often this process has been here: the same number on every rank, since all run the same scenarios."""
+    context.state[what] = context.state.get(what, -1) + 1
+    return int(context.state[what])
+
+
+def _family(checkpoint: str) -> str:
+    from harness.checkpoints import read_config
+
+    return str(read_config(checkpoint)["model_type"])
