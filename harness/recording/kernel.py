@@ -139,7 +139,7 @@ class Kernel:
             task.result = function()
         except GreenletExit:
             pass
-        except BaseException as error:  # noqa: BLE001  a task's exception is a result, the run goes on
+        except BaseException as error:  # a task's exception is a result, the run goes on
             task.error = error
         finally:
             task.finished, task.waiting = True, None

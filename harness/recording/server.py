@@ -92,7 +92,7 @@ class Server:
     def _handle(self, call: Call) -> None:
         try:
             call.reference.settle(self.perform(call))
-        except Exception as error:  # noqa: BLE001  a server's exception is its reply
+        except Exception as error:  # a server's exception is its reply
             call.reference.settle(error=error)
         self._open = [reference for reference in self._open if not reference.done]
 
