@@ -95,6 +95,13 @@ class Control:
                 raise self._broken(error, label) from error
         return [Status.decode(payload) for payload in payloads]
 
+    def give_up(self, reason: str) -> None:
+        """This rank will not come to the next barrier: close the group and tell the others why. They open the next
+        generation at their next update, and so does this rank."""
+        if self._group is not None:
+            self.close()
+            self._seam.report_broken_control(self._generation, reason)
+
     def close(self) -> None:
         if self._group is not None:
             self._group.close()

@@ -30,7 +30,14 @@ POLL_FIRST_S, POLL_LAST_S = 50e-6, 5e-3
 VERDICT_S = 2.0
 """How long ranks wait for the lead to say who was absent, after a status barrier has failed on all of them."""
 
+LOOK_S = 1.0
+"""How often a rank that waits in a status barrier asks the store whether the barrier is lost."""
+
 _KEY = "staged-sync/control"
+
+
+def _broken(generation: int) -> str:
+    return f"broken/{generation}"
 
 
 class LiveSeam:
@@ -87,13 +94,13 @@ class LiveSeam:
 
     def broken_control_generation(self) -> int:
         generation = -1
-        while self._store.check([f"broken/{generation + 1}"]):
+        while self._store.check([_broken(generation + 1)]):
             generation += 1
         return generation
 
     def report_broken_control(self, generation: int, reason: str) -> str:
         """The lead's reason counts, since it names the absent; without the lead, that of whoever writes first."""
-        key = f"broken/{generation}"
+        key = _broken(generation)
         if self._rank != 0:
             try:
                 self._store.wait([key], timedelta(seconds=VERDICT_S))
@@ -206,6 +213,7 @@ class _GlooControlGroup:
     """One generation of the control group: `ProcessGroupGloo` over all trainer ranks."""
 
     def __init__(self, store: dist.Store, generation: int, rank: int, world_size: int, timeout_s: float) -> None:
+        self._all_generations, self._generation = store, generation
         self._store = dist.PrefixStore(f"generation-{generation}", store)
         self._rank, self._world_size = rank, world_size
         self._exchanges = 0
@@ -223,7 +231,7 @@ class _GlooControlGroup:
             longest = torch.tensor([len(payload)])
             reduce = dist.AllreduceOptions()
             reduce.reduceOp, reduce.timeout = dist.ReduceOp.MAX, timeout
-            self._group.allreduce([longest], reduce).wait()
+            self._wait(self._group.allreduce([longest], reduce))
             if longest.item() == 0:
                 return [b""] * self._world_size
             return self._all_payloads(payload, int(longest.item()), timeout)
@@ -233,6 +241,18 @@ class _GlooControlGroup:
     def close(self) -> None:
         del self._group
 
+    def _wait(self, work: Any) -> None:
+        """Wait for gloo, whose own time-out ends the work, and now and then look whether a rank has said it will not come."""
+        pause, look_s = POLL_FIRST_S, time.monotonic() + LOOK_S
+        while not work.is_completed():
+            time.sleep(pause)
+            pause = min(2 * pause, POLL_LAST_S)
+            if time.monotonic() > look_s:
+                look_s += LOOK_S
+                if self._all_generations.check([_broken(self._generation)]):
+                    raise RuntimeError("another rank reported this control group broken")
+        work.wait()  # raises what gloo met
+
     def _all_payloads(self, payload: bytes, longest: int, timeout: timedelta) -> list[bytes]:
         mine = torch.zeros(8 + longest, dtype=torch.uint8)
         framed = len(payload).to_bytes(8, "little") + payload
@@ -240,7 +260,7 @@ class _GlooControlGroup:
         everybody = [torch.empty_like(mine) for _ in range(self._world_size)]
         options = dist.AllgatherOptions()
         options.timeout = timeout
-        self._group.allgather([everybody], [mine], options).wait()
+        self._wait(self._group.allgather([everybody], [mine], options))
         framed_all = [bytes(one.numpy()) for one in everybody]
         return [one[8:8 + int.from_bytes(one[:8], "little")] for one in framed_all]
 

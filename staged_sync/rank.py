@@ -59,10 +59,10 @@ class Rank:
                                            port_range=self.settings.port_range)
 
     def close_group(self) -> None:
-        """Close the live transfer group, if there is one. Bounded."""
-        group, self.source.group = self.source.group, None
-        if group is not None:
-            group.close()
+        """Close the live transfer group, if there is one. Bounded; tried again by whoever clears up, if it raises."""
+        if self.source.group is not None:
+            self.source.group.close()
+            self.source.group = None
 
 
 class FirstFailure:
@@ -92,3 +92,4 @@ class FirstFailure:
             self._rank.close_group()
         except Exception:
             logger.warning("the transfer group could not be closed after a failure", exc_info=True)
+            self._rank.source.group = None

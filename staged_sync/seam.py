@@ -80,7 +80,8 @@ class Listener(Protocol):
     port: int
 
     def close(self) -> None:
-        """Release the port. Harmless when called again or after a group took the socket over."""
+        """Release the port, and end a dial still under way on it, so that workers that wait there fail at once. Harmless
+        when called again, or after a group came up."""
 
 
 class TransferGroup(Protocol):

@@ -156,16 +156,26 @@ def lock_held(seam: Seam, trace: Trace, lock: Any, deadline: Deadline, *, grace_
     except BaseException:
         # The first error is the cause: a failing release must not replace it.
         try:
-            _lock_call(seam, trace, lock, "release", Deadline(seam.now() + grace_s, deadline.setting))
+            _release(seam, trace, lock, grace_s)
         except Exception as error:
             logger.warning("the rollout engine lock could not be released: %s", error)
         raise
-    _lock_call(seam, trace, lock, "release", Deadline(seam.now() + grace_s, deadline.setting))
+    _release(seam, trace, lock, grace_s)
+
+
+def _release(seam: Seam, trace: Trace, lock: Any, grace_s: float) -> None:
+    """Release the lock. Tried twice: releasing a free lock is harmless, a lock that stays held stops every later update."""
+    deadline = Deadline(seam.now() + grace_s, "update_weight_call_timeout")
+    try:
+        _lock_call(seam, trace, lock, "release", deadline)
+    except Exception as error:
+        logger.warning("releasing the rollout engine lock failed, trying once more: %s", error)
+        _lock_call(seam, trace, lock, "release", deadline)
 
 
 def _lock_call(seam: Seam, trace: Trace, lock: Any, method: str, deadline: Deadline) -> Any:
-    trace.record("rpc", detail=f"{method} lock")
     try:
+        trace.record("rpc", detail=f"{method} lock")
         return wait_all(seam, trace, [Pending(f"the rollout engine lock ({method})", seam.call(lock, method))], deadline)[0]
     except StagedSyncError:
         raise

@@ -60,6 +60,15 @@ class Update:
                         self._meet(step)
                     elif takes_part(step, self._link.topology, rank.number):
                         self._do(step)
+        except UpdateFailed:
+            raise
+        except Exception as error:
+            self._leave_alone(error)
+            failure = Failure(rank.number, rank.trace.position_of(error).text(), type(error).__name__, str(error))
+            raise UpdateFailed([failure], state="poisoned", aftermath=self._what_to_do("poisoned")) from error
+        except BaseException as error:
+            self._leave_alone(error)
+            raise
         finally:
             self._stage.end()
             rank.set_group_name(name_before)
@@ -153,7 +162,21 @@ class Update:
             with contextlib.suppress(Exception):
                 _warn(self._make_safe(step))
         state = _state_after(step)
-        raise UpdateFailed(failures, state=state, aftermath=_WHAT_TO_DO[state].format(version=self._version)) from cause
+        raise UpdateFailed(failures, state=state, aftermath=self._what_to_do(state)) from cause
+
+    def _what_to_do(self, state: Aftermath) -> str:
+        return _WHAT_TO_DO[state].format(version=self._version)
+
+    def _leave_alone(self, error: BaseException) -> None:
+        """This rank leaves by itself (an interrupt, or an error outside every step): nobody knows at which barrier the others
+        are. They must learn why it does not come, and the engines must be safe."""
+        self._failure.drop_group()
+        where = self._rank.trace.position_of(error).text()
+        with contextlib.suppress(Exception):
+            self._rank.control.give_up(f"rank {self._rank.number} left the update ({where}): {type(error).__name__}: {error}")
+        if self._is_lead:
+            with contextlib.suppress(Exception):
+                _warn(self._session.abandon(self._rank.grace()))
 
     def _make_safe(self, step: Barrier) -> list[str]:
         match _state_after(step):

@@ -173,6 +173,9 @@ class UpdateWeightFromDistributed:
             elif error.state == "published":
                 self._published(link, version)
             raise
+        except BaseException as error:
+            self.poisoned = f"rank {rank.number} left update {version} in the middle: {type(error).__name__}: {error}"
+            raise
         self._published(link, version)
         return update.reports
 

@@ -31,8 +31,10 @@ class RecordedListener:
     channel: Channel | None = None
 
     def close(self) -> None:
-        """Release the port; a group that took the socket over keeps it."""
+        """Release the port and end a dial under way: workers that wait there fail. A group that came up stays."""
         self.closed = True
+        if self.channel is not None and not self.channel.complete:
+            self.channel.closed.add(0)
 
 
 @dataclass(eq=False)
@@ -47,6 +49,8 @@ class Channel:
     closed: set[int] = field(default_factory=set)
     broken: str = ""
     frames: list[torch.Tensor | None] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    """Bytes of every broadcast so far, in order."""
     taken: dict[int, int] = field(default_factory=dict)
 
     @property
@@ -75,6 +79,7 @@ class Channel:
     def post(self, frames: Sequence[torch.Tensor]) -> int:
         """Queue frames for all workers; returns how many a worker must have taken for this send to be over."""
         self.frames.extend(frames)
+        self.sizes.extend(frame.numel() for frame in frames)
         return len(self.frames)
 
     def over(self, upto: int) -> bool:
