@@ -110,7 +110,8 @@ def _values(name: str, shape: tuple[int, ...], *, step: int, seed: int) -> torch
     """Random fp32 values of a size that lets every layer matter: greedy tokens vary and change with any tensor."""
     digest = hashlib.sha256(f"{seed}/{step}/{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-    noise = torch.randn(shape, generator=generator)
+    # Uniform with variance 1, from integers: the same bits on every CPU (randn's vector code differs in the last one).
+    noise = torch.randint(-(1 << 15), 1 << 15, shape, generator=generator) / (1 << 15) * math.sqrt(3)
     if name.endswith("norm.weight"):
         return 1 + 0.2 * noise
     if name.endswith(".bias"):

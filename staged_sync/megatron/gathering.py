@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
 from staged_sync.errors import GatherError
 from staged_sync.exporter import Part
 from staged_sync.megatron.families.common import Layout
@@ -59,8 +60,9 @@ def gather_shards(seam: Seam, name: str, parameter: torch.Tensor, partition: Par
     """The shards of all ranks of the partition's group, by group rank. A collective, except where nothing is cut."""
     shard = parameter.detach()
     if shard.numel() == 0:
-        raise GatherError(f"{name} has no storage on this rank (shape {list(shard.shape)}): it was offloaded after the sync "
-                          f"was set up. Load the model back to the device before update_weights()")
+        # GatherError, although nothing was entered: this rank cannot join any gather of it, so the export is over here.
+        raise GatherError(f"{name} has no storage on this rank (shape {list(shard.shape)}): it was offloaded after the "
+                          f"sync was set up. Load the model back to the device before update_weights()")
     if partition.ranks == 1:
         return [shard]
     # Contiguous: gloo and NCCL read the bytes that follow the first element, whatever the strides say.

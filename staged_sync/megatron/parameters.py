@@ -12,8 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from staged_sync.megatron.families.common import layer_of, template_of
 from torch import nn
+
+from staged_sync.megatron.families.common import layer_of, template_of
 
 
 @dataclass(frozen=True, slots=True)

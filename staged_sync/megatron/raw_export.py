@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
+
 from staged_sync.errors import ConfigurationError
 from staged_sync.exporter import Contract, NamedTensor, Part, TensorMeta
 from staged_sync.megatron.families import UnknownFamily, find_family
@@ -15,7 +17,6 @@ from staged_sync.megatron.gathering import Partition, gather_shards, join_shards
 from staged_sync.megatron.parameters import Located, locate, summary, unwrap
 from staged_sync.megatron.sizes import Sizes, differing_settings, read_hf_config, read_sizes
 from staged_sync.seam import Seam
-from torch import nn
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
 from staged_sync.exporter import NamedTensor, Part
 from staged_sync.megatron.sizes import Sizes
 

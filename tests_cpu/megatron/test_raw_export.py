@@ -1,0 +1,179 @@
+"""What all stages export together is the HF checkpoint, bit for bit, whatever the layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.checkpoints import checkpoint_tensors, hf_config
+from staged_sync.megatron.families import find_family
+from tests_cpu.megatron.fakes import (
+    RecordingSeam,
+    World,
+    differences,
+    export_stage,
+    export_world,
+    exporter,
+    header,
+    run,
+    stage_model,
+    world,
+    write_config,
+)
+
+FAMILIES = ["qwen3", "qwen2", "llama"]
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> World:
+    """Any family on any layout: groups fewer than, as many as and more than TP ranks, odd vocabularies, uneven chunks."""
+    tp, pp, vpp = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 3)), draw(st.integers(1, 2))
+    heads, groups = draw(st.sampled_from([(h, g) for h in (4, 8, 12) for g in (1, 2, 4, 8) if h % g == 0]))
+    family = draw(st.sampled_from(FAMILIES))
+    config = hf_config(family, tied=draw(st.booleans()), vocab_size=draw(st.integers(3, 61)), heads=heads, groups=groups,
+                       num_layers=draw(st.integers(1, 4)), hidden_size=None if family == "qwen2" else 24, ffn_size=20)
+    layers, chunks = config["num_hidden_layers"], pp * vpp
+    cuts = sorted(draw(st.lists(st.integers(0, layers), min_size=chunks - 1, max_size=chunks - 1)))
+    pieces = [range(low, high) for low, high in zip([0, *cuts], [*cuts, layers], strict=True)]
+    padded = -(-config["vocab_size"] // tp) * tp + tp * draw(st.integers(0, 2))
+    return World(config, tp, [pieces[chunk * pp:(chunk + 1) * pp] for chunk in range(vpp)],
+                 names=draw(st.sampled_from(["local", "te"])), padded_vocab=padded)
+
+
+@given(at=worlds())
+@settings(max_examples=40, deadline=None)
+def test_stages_together_export_the_checkpoint_bit_for_bit(at: World, tmp_path_factory: pytest.TempPathFactory) -> None:
+    hf = checkpoint_tensors(at.config)
+    stages = export_world(tmp_path_factory.getbasetemp() / "hf", at, hf=hf)
+    assert differences(stages, hf) == []
+    for stage in stages:
+        assert [(m.name, m.dtype, m.shape) for m in stage.described] == [
+            (name, tensor.dtype, tuple(tensor.shape)) for name, tensor in stage.tensors]
+
+
+@given(at=worlds())
+@settings(max_examples=20, deadline=None)
+def test_converting_to_hf_and_back_keeps_every_bit(at: World, tmp_path_factory: pytest.TempPathFactory) -> None:
+    hf = checkpoint_tensors(at.config)
+    whole = replace(at, tp=1, ranges=[[range(at.config["num_hidden_layers"])]])
+    args = write_config(tmp_path_factory.getbasetemp() / "hf", at.config)
+    export = exporter(args, stage_model(hf, whole), RecordingSeam(whole, tp_rank=0, stage=0))
+    family, sizes = find_family(at.config["model_type"]), export._sizes
+    assert sizes is not None
+    for unit in export.units("dense"):
+        true_rows = unit.parameter[:sizes.vocab_size] if "vocabulary" in unit.rule.shape else unit.parameter
+        assert torch.equal(family.from_hf(unit.label, hf, sizes), true_rows), unit.label
+        assert dict(family.to_hf(unit.label, unit.parameter, sizes)).keys() <= hf.keys()
+
+
+def test_the_source_sends_in_the_order_of_the_model(tmp_path: Path) -> None:
+    _, stage1 = export_world(tmp_path, world(hf_config("qwen2", num_layers=2), tp=2, pp=2))
+    assert [name for name, _ in stage1.tensors] == [
+        "model.layers.1.input_layernorm.weight",
+        "model.layers.1.self_attn.q_proj.weight", "model.layers.1.self_attn.k_proj.weight",
+        "model.layers.1.self_attn.v_proj.weight",
+        "model.layers.1.self_attn.q_proj.bias", "model.layers.1.self_attn.k_proj.bias",
+        "model.layers.1.self_attn.v_proj.bias",
+        "model.layers.1.self_attn.o_proj.weight",
+        "model.layers.1.post_attention_layernorm.weight",
+        "model.layers.1.mlp.gate_proj.weight", "model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.down_proj.weight",
+        "model.norm.weight", "lm_head.weight"]
+
+
+@pytest.mark.parametrize("pp", [1, 2, 3])
+def test_a_tied_embedding_is_sent_once_by_the_first_stage(tmp_path: Path, pp: int) -> None:
+    stages = export_world(tmp_path, world(hf_config("qwen3", tied=True, num_layers=3), pp=pp))
+    senders = [[name for name, _ in stage.tensors if "embed" in name or "head" in name] for stage in stages]
+    assert senders == [["model.embed_tokens.weight"], *[[]] * (pp - 1)]
+
+
+def test_a_tied_head_is_sent_too_where_the_checkpoint_names_it(tmp_path: Path) -> None:
+    at = world(hf_config("llama", tied=True, num_layers=2), tp=2, pp=2)
+    hf = checkpoint_tensors(at.config)
+    hf["lm_head.weight"] = hf["model.embed_tokens.weight"].clone()
+    stages = export_world(tmp_path, at, hf=hf)
+    assert differences(stages, hf) == []
+    assert [name for name, _ in stages[0].tensors][:2] == ["model.embed_tokens.weight", "lm_head.weight"]
+
+
+def test_each_tensor_goes_out_in_the_dtype_of_the_checkpoint(tmp_path: Path) -> None:
+    at = world(hf_config("qwen3", num_layers=2), tp=2)
+    hf = checkpoint_tensors(at.config, dtype=torch.bfloat16)
+    hf["model.norm.weight"] = checkpoint_tensors(at.config, dtype=torch.float32)["model.norm.weight"]
+    wide = {name: tensor.float() for name, tensor in hf.items()}
+    stage = export_stage(tmp_path, wide, at, 0, header(hf))
+    assert differences([stage], hf) == []
+    assert {m.name for m in stage.described if m.dtype == torch.float32} == {"model.norm.weight"}
+    assert hf["model.norm.weight"].bfloat16().float().ne(hf["model.norm.weight"]).any()
+
+
+def test_without_a_checkpoint_header_every_tensor_keeps_its_parameters_dtype(tmp_path: Path) -> None:
+    at = world(hf_config("llama", num_layers=1))
+    hf = checkpoint_tensors(at.config)
+    hf["model.layers.0.input_layernorm.weight"] = hf["model.layers.0.input_layernorm.weight"].float()
+    assert differences([export_stage(tmp_path, hf, at, 0, None)], hf) == []
+
+
+@pytest.mark.parametrize(("tp", "gathers"), [(1, 0), (2, 1 + 2 * 4 + 1)])
+def test_only_what_is_cut_is_gathered_and_nothing_at_tp_1(tmp_path: Path, tp: int, gathers: int) -> None:
+    (stage,) = export_world(tmp_path, world(hf_config("qwen3", num_layers=2), tp=tp))
+    assert stage.gathers == gathers
+
+
+def test_parameters_with_other_strides_are_gathered_by_value(tmp_path: Path) -> None:
+    at = world(hf_config("llama", num_layers=1), tp=2, strided=True)
+    assert differences(export_world(tmp_path, at), checkpoint_tensors(at.config)) == []
+
+
+def test_a_second_update_sends_the_new_weights_and_replaced_parameters(tmp_path: Path) -> None:
+    at = world(hf_config("qwen3", num_layers=2))
+    old, new = (checkpoint_tensors(at.config, step=step) for step in (0, 1))
+    model = stage_model(old, at)
+    export = exporter(write_config(tmp_path, at.config), model, RecordingSeam(at, tp_rank=0, stage=0), header(old))
+    assert all(torch.equal(tensor, old[name]) for name, tensor in run(export))
+    changed = {name: shard for chunk in stage_model(new, at) for name, shard in chunk.named_parameters()}
+    for name, parameter in model[0].named_parameters():
+        if parameter.dim() == 2:
+            parameter.data.copy_(changed[name])                                        # updated in place
+        else:
+            path, leaf = name.rsplit(".", 1)
+            model[0].get_submodule(path).register_parameter(leaf, changed[name])       # replaced by a new object
+    assert all(torch.equal(tensor, new[name]) for name, tensor in run(export))
+
+
+def test_buffers_are_not_exported(tmp_path: Path) -> None:
+    at = world(hf_config("llama", num_layers=1))
+    hf = checkpoint_tensors(at.config)
+    model = stage_model(hf, at)
+    model[0].module.module.decoder.register_buffer("_extra_state", torch.ones(3))
+    export = exporter(write_config(tmp_path, at.config), model, RecordingSeam(at, tp_rank=0, stage=0))
+    assert export.problems() == []
+    assert [name for name, _ in run(export)] == [meta.name for meta in export.describe()]
+    assert {name for name, _ in run(export)} == hf.keys()
+
+
+def test_a_dense_family_has_an_empty_expert_pass(tmp_path: Path) -> None:
+    at = world(hf_config("qwen3", num_layers=1))
+    model = stage_model(checkpoint_tensors(at.config), at)
+    export = exporter(write_config(tmp_path, at.config), model, RecordingSeam(at, tp_rank=0, stage=0))
+    assert list(export.units("expert")) == []
+
+
+@pytest.mark.parametrize(("name", "tied", "optional"), [
+    ("lm_head.weight", True, True),
+    ("lm_head.weight", False, False),
+    ("model.layers.3.self_attn.rotary_emb.inv_freq", False, True),
+    ("model.layers.3.self_attn.q_proj.weight", True, False),
+])
+def test_only_tied_heads_and_rotary_buffers_are_optional(tmp_path: Path, name: str, tied: bool, optional: bool) -> None:
+    config: dict[str, Any] = hf_config("qwen2", tied=tied, num_layers=1)
+    at = world(config)
+    model = stage_model(checkpoint_tensors(config), at)
+    export = exporter(write_config(tmp_path, config), model, RecordingSeam(at, tp_rank=0, stage=0))
+    assert export.optional(name) is optional
