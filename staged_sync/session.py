@@ -42,6 +42,8 @@ class Session:
         self._trace = trace
         self._fleet = fleet
         self._paused: set[int] = set()
+        self.started = False
+        """Whether any engine was asked to start: its old weights are out of reach from then on."""
 
     def pause(self, deadline: Deadline, grace_s: float) -> None:
         self._ask("pause_generation", deadline, grace_s, done=self._paused)
@@ -50,6 +52,7 @@ class Session:
         self._ask("flush_cache", deadline, grace_s)
 
     def start(self, deadline: Deadline, grace_s: float) -> None:
+        self.started = True
         self._ask("start_weight_update", deadline, grace_s, is_checkpoint_format=True)
 
     def finish(self, version: int, deadline: Deadline, grace_s: float) -> None:

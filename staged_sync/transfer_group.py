@@ -112,31 +112,40 @@ def open_group(seam: Seam, trace: Trace, fleet: Fleet, name: str, wire: Wire, de
 
 def _dial(seam: Seam, trace: Trace, fleet: Fleet, name: str, wire: Wire, listener: Listener, world_size: int,
           deadline: Deadline) -> TransferGroup:
-    joins = []
-    for i, (engine, offset) in enumerate(zip(fleet.engines, rank_offsets(fleet.counts), strict=True)):
-        agreed: dict[str, Any] = {}
-        if fleet.packed_in_init[i]:
-            agreed = {"packed": wire.packed, "packed_buffer_size_bytes": wire.packed_buffer_size_bytes}
-        joins.append(call_engine(seam, trace, i, engine, "init_weights_update_group", master_address=listener.host,
-                                 master_port=listener.port, rank_offset=offset, world_size=world_size, group_name=name,
-                                 backend=wire.backend, **agreed))
-    trace.record("open", detail=f"world_size={world_size}")
+    # The store is up before anybody is told where it is.
     dial = Pending(f"{world_size - 1} workers to join {name} at {listener.host}:{listener.port}",
                    seam.open_transfer_group(listener, name=name, world_size=world_size, wire=wire,
                                             timeout_s=deadline.left_s(seam.now())))
+    joins: list[Pending] = []
     try:
+        for i, (engine, offset) in enumerate(zip(fleet.engines, rank_offsets(fleet.counts), strict=True)):
+            agreed: dict[str, Any] = {}
+            if fleet.packed_in_init[i]:
+                agreed = {"packed": wire.packed, "packed_buffer_size_bytes": wire.packed_buffer_size_bytes}
+            joins.append(call_engine(seam, trace, i, engine, "init_weights_update_group", master_address=listener.host,
+                                     master_port=listener.port, rank_offset=offset, world_size=world_size, group_name=name,
+                                     backend=wire.backend, **agreed))
+        trace.record("open", detail=f"world_size={world_size}")
         group: TransferGroup = wait_all(seam, trace, [dial, *joins], deadline)[0]
     except Exception:
-        _discard(dial)
+        _discard(seam, dial, joins)
         raise
     return group
 
 
-def _discard(dial: Pending) -> None:
-    """Close a group that came up although an engine failed; forget one that did not."""
+LINGER_S = 0.5
+"""How long the store stays up after a failed dial: a worker that has not connected yet would go on trying for its whole
+time-out (300 s for a stock one), one that has connected fails as soon as the store goes."""
+
+
+def _discard(seam: Seam, dial: Pending, joins: Sequence[Pending]) -> None:
+    """Let the workers that were told to join come and go; close a group that came up although an engine failed."""
+    late = [join.work for join in joins if not join.work.poll()]
+    if late:
+        seam.wait_any(late, timeout_s=LINGER_S)
     with contextlib.suppress(Exception):
         if dial.work.poll():
-            dial.work.result().close(timeout_s=1.0)
+            dial.work.result().close(timeout_s=LINGER_S)
 
 
 @contextlib.contextmanager

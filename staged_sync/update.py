@@ -174,7 +174,7 @@ class Update:
         where = self._rank.trace.position_of(error).text()
         with contextlib.suppress(Exception):
             self._rank.control.give_up(f"rank {self._rank.number} left the update ({where}): {type(error).__name__}: {error}")
-        if self._is_lead:
+        if self._is_lead and self._session.started:
             with contextlib.suppress(Exception):
                 _warn(self._session.abandon(self._rank.grace()))
 
