@@ -122,12 +122,13 @@ class StubEngine(Server):
         """What vLLM would tell (staged_sync.engines.info.EngineInfo), with the options' lies on top."""
         first = self.workers[0]
         held = first.slot is not None
+        fixed = self.options.fixed_buffer_bytes if self.options.packed_in == "update" else None
         honest = {
             "vllm_version": "0.32.0", "backend": "gloo", "workers": len(self.workers), "packed_in": self.options.packed_in,
             "weight_version": str(self.version), "paused": self.paused, "session_open": self._session_open(),
             "weights_complete": all(worker.complete for worker in self.workers),
             "group_name": first.slot.name if first.slot else None, "packed": first.wire.packed if held else None,
-            "packed_buffer_size_bytes": first.wire.packed_buffer_size_bytes if held else None}
+            "packed_buffer_size_bytes": fixed or (first.wire.packed_buffer_size_bytes if held else None)}
         return {**honest, **(self.options.info or {})}
 
     # --- inside ---------------------------------------------------------------------------------------------------

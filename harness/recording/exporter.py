@@ -29,7 +29,8 @@ class StubExporter:
     """Exports this rank's stage of `table`. Every rank holds an equal slice of each tensor's flat bytes, padded; a full tensor
     needs all slices, so a gather peer that does not join is a hang, and one that joins out of order spoils the bytes.
 
-    `trace` is that of the updater which drives it (set when the updater is made). `before(step, label)` is called ahead of `units`, `gather` and `convert`: a test raises from it to fail locally.
+    `trace` is that of the updater which drives it (set when the updater is made). `before(step, label)` is called ahead of
+    `units`, `gather` and `convert`: a test raises from it to fail locally.
     """
 
     contract: Contract = "stage_local"
@@ -40,7 +41,7 @@ class StubExporter:
         self._seam = seam
         self._units = table[seam.coordinates().pp]
         self._step = step
-        self._before = before
+        self.before = before
 
     def problems(self) -> list[str]:
         return []
@@ -52,15 +53,15 @@ class StubExporter:
         return [meta for part in PASSES for unit in self._units if unit.part == part for meta in unit.tensors]
 
     def units(self, part: Part) -> Sequence[StubUnit]:
-        self._before("units", part)
+        self.before("units", part)
         return [unit for unit in self._units if unit.part == part]
 
     def gather(self, unit: StubUnit, *, timeout_s: float) -> Shards:
-        self._before("gather", unit.label)
+        self.before("gather", unit.label)
         return Shards(tuple(tuple(self._gather(unit, meta, timeout_s)) for meta in unit.tensors))
 
     def convert(self, unit: StubUnit, gathered: Shards) -> list[NamedTensor]:
-        self._before("convert", unit.label)
+        self.before("convert", unit.label)
         return [(meta.name, _joined(meta, shards)) for meta, shards in zip(unit.tensors, gathered.parts, strict=True)]
 
     def _gather(self, unit: StubUnit, meta: TensorMeta, timeout_s: float) -> list[torch.Tensor]:

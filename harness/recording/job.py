@@ -39,7 +39,7 @@ class RecordingJob:
         self._folder = tempfile.TemporaryDirectory(prefix="recording-")
         metas = hf_metas(checkpoint or self.table)
         write_checkpoint(Path(self._folder.name), metas.values())
-        self.args = make_args(self._folder.name, **(args or {}))
+        self.args = make_args(**{"hf_checkpoint": self._folder.name, **(args or {})})
         self.world = RecordingWorld(engines=engines, model=hf_metas(self.table), faults=faults, scheduler=scheduler, **layout)
         self._handles = engine_handles or (lambda context, handles: handles)
         self.exporters = [(make_exporter or _stub)(context, self) for context in self.world.contexts]
