@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from harness.checkpoints import (
+    Family,
     checkpoint_tensors,
     config_only_copy,
     hf_config,
@@ -24,7 +25,7 @@ FAMILIES = ["qwen3", "qwen2", "llama"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_no_two_tensors_of_a_layer_can_be_taken_for_each_other(family: str) -> None:
+def test_no_two_tensors_of_a_layer_can_be_taken_for_each_other(family: Family) -> None:
     tensors = checkpoint_tensors(hf_config(family))
     assert len({tuple(tensor.flatten()[:32].tolist()) for tensor in tensors.values()}) == len(tensors)
 
@@ -38,14 +39,14 @@ def test_every_dimension_differs_from_every_other() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_norms_and_biases_are_neither_ones_nor_zeros(family: str) -> None:
+def test_norms_and_biases_are_neither_ones_nor_zeros(family: Family) -> None:
     for name, tensor in checkpoint_tensors(hf_config(family)).items():
         if tensor.dim() == 1:
             assert len(tensor.unique()) > len(tensor) // 3, name
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_row_of_every_matrix_is_unique(family: str) -> None:
+def test_every_row_of_every_matrix_is_unique(family: Family) -> None:
     for name, tensor in checkpoint_tensors(hf_config(family)).items():
         if tensor.dim() == 2:
             assert len(tensor.unique(dim=0)) == len(tensor), name
@@ -88,7 +89,7 @@ def test_a_config_only_copy_has_no_weights(tmp_path: Path) -> None:
     copy = config_only_copy(source, tmp_path / "empty")
     assert [file.name for file in copy.iterdir()] == ["config.json"]
     assert read_config(copy) == read_config(source)
-    with pytest.raises(FileNotFoundError, match="no \\*\\.safetensors in"):
+    with pytest.raises(FileNotFoundError, match=r"no \*\.safetensors in"):
         read_checkpoint(copy)
 
 

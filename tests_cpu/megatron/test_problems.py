@@ -53,7 +53,7 @@ def test_units_of_a_model_with_unknown_parameters_raise_the_same_sentences(tmp_p
     model = stage_model(checkpoint_tensors(CONFIG), at)
     model[0].module.module.decoder.adapter = nn.Parameter(torch.ones(3))
     export = exporter(write_config(tmp_path, CONFIG), model, RecordingSeam(at, tp_rank=0, stage=0))
-    with pytest.raises(ConfigurationError, match="decoder.adapter") as raised:
+    with pytest.raises(ConfigurationError, match=r"decoder\.adapter") as raised:
         export.units("dense")
     assert raised.value.problems == export.problems()
 
@@ -88,7 +88,7 @@ def test_an_unknown_family_is_named_with_the_known_ones(tmp_path: Path) -> None:
 
 def test_the_registry_knows_each_family_by_its_model_type() -> None:
     assert {name: find_family(name) for name in ("llama", "qwen2", "qwen3")} == FAMILIES
-    with pytest.raises(UnknownFamily, match="model_type None.*known: llama, qwen2, qwen3"):
+    with pytest.raises(UnknownFamily, match=r"model_type None.*known: llama, qwen2, qwen3"):
         find_family(None)
 
 

@@ -93,6 +93,17 @@ def test_a_tied_embedding_is_sent_once_by_the_first_stage(tmp_path: Path, pp: in
     assert senders == [["model.embed_tokens.weight"], *[[]] * (pp - 1)]
 
 
+def test_a_copy_of_the_embedding_on_a_later_stage_is_not_sent(tmp_path: Path) -> None:
+    at = world(hf_config("qwen3", num_layers=2), pp=2)
+    hf = checkpoint_tensors(at.config)
+    first, last = (stage_model(hf, at, stage=stage) for stage in range(2))
+    last[0].module.module.add_module("embedding", first[0].module.module.embedding)  # as MTP keeps one
+    args = write_config(tmp_path, at.config)
+    names = [[name for name, _ in run(exporter(args, model, RecordingSeam(at, tp_rank=0, stage=stage)))]
+             for stage, model in enumerate((first, last))]
+    assert [names[stage].count("model.embed_tokens.weight") for stage in range(2)] == [1, 0]
+
+
 def test_a_tied_head_is_sent_too_where_the_checkpoint_names_it(tmp_path: Path) -> None:
     at = world(hf_config("llama", tied=True, num_layers=2), tp=2, pp=2)
     hf = checkpoint_tensors(at.config)
