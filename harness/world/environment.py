@@ -20,7 +20,7 @@ VARIABLES = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_LOGGING_LEVEL": "ERROR",  # hundreds of lines about kernels and tokenizers that a tiny model does not have
     "TOKENIZERS_PARALLELISM": "false",
 }
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import msgspec
 
 from harness.world.deadline import Deadline
 from harness.world.rank import RankContext
 from harness.world.receiver import EngineReport
+from harness.world.wire import Problem
 from harness.world.world import World
 
 
@@ -37,29 +39,73 @@ class SyncReport(msgspec.Struct, frozen=True):
                          for e in self.engines if not e.exact)
 
 
+@dataclass(frozen=True)
+class Engine:
+    """One receiver rank's engine and how trainer ranks reach it."""
+
+    rank: int
+    target: dict[str, Any]
+
+
 class SyncJob:
     """Trainer ranks with `checkpoint`'s weights, engines with none, and the library between them."""
 
-    def __init__(self, world: World, checkpoint: str, deadline: Deadline, *, scenario: str = "", engines: int | None = None,
-                 args: dict[str, Any] | None = None, backend: str = "gloo") -> None:
+    def __init__(self, world: World, checkpoint: str, deadline: Deadline, *, scenario: str = "main job",
+                 engines: int | None = None, args: dict[str, Any] | None = None) -> None:
         self.world = world
         self.deadline = deadline
-        self.scenario = scenario or "main job"
-        self.receivers = list(world.receiver_ranks)[:engines]
-        everybody = [*world.trainer_ranks, *self.receivers]
-        values = world.run(prepare, on=everybody, deadline=deadline, checkpoint=checkpoint, args=args or {}, backend=backend,
-                           timeout_s=min(30.0, deadline.limit_s / 2))
-        self.engines: list[dict[str, Any]] = values[world.topology.trainers:]
+        self.scenario = scenario
         self.checkpoint = checkpoint
         self.updates: list[list[dict[str, Any]]] = []
         """What `trainer.update` returned, by update and rank."""
+        receivers = list(world.receiver_ranks)[:engines]
+        values = world.run(prepare, on=[*world.trainer_ranks, *receivers], deadline=deadline, checkpoint=checkpoint,
+                           args=args or {}, timeout_s=self._join_s)
+        self.engines = [Engine(rank, target) for rank, target in
+                        zip(receivers, values[world.topology.trainers:], strict=True)]
+        self.chosen = self.engines
+
+    @property
+    def _join_s(self) -> float:
+        return min(30.0, self.deadline.limit_s / 2)
+
+    def reconfigure(self, checkpoint: str, *, args: dict[str, Any], scenario: str) -> None:
+        """A new model and updater on every trainer rank; the engines stay."""
+        self.on_trainers("disconnect")
+        self.on_trainers("setup", checkpoint=checkpoint, args=args, timeout_s=self._join_s)
+        self.checkpoint, self.scenario = checkpoint, scenario
+
+    def choose(self, engines: Sequence[Engine]) -> None:
+        """The engines of the next `connect`, and the ones that updates are checked on."""
+        self.chosen = list(engines)
 
     @property
     def lock(self) -> dict[str, Any]:
         return msgspec.to_builtins(self.world.hub.lock_target)
 
     def connect(self, counts: Sequence[int] | None = None) -> None:
-        self.on_trainers("connect", engines=self.engines, lock=self.lock, counts=None if counts is None else list(counts))
+        self.on_trainers("connect", **self._engines(counts))
+
+    def _engines(self, counts: Sequence[int] | None) -> dict[str, Any]:
+        return {"engines": [engine.target for engine in self.chosen], "lock": self.lock,
+                "counts": None if counts is None else list(counts)}
+
+    def failures(self, what: Literal["connect", "update"], deadline: Deadline, *,
+                 counts: Sequence[int] | None = None) -> list[Problem]:
+        """Do what must fail on every trainer rank within `deadline`; their errors, by rank. The world stays fit."""
+        kwargs = self._engines(counts) if what == "connect" else {}
+        run = self.world.start(f"harness.world.trainer:{what}", on=self.world.trainer_ranks, **kwargs)
+        outcomes = run.wait(deadline)
+        fine = [rank for rank, outcome in outcomes.items() if outcome.problem is None]
+        assert not fine, f"{what} should have failed on every trainer rank; ranks {fine} were content"
+        return [outcome.problem for _, outcome in sorted(outcomes.items()) if outcome.problem is not None]
+
+    def failures_of_first_open(self, deadline: Deadline) -> list[Problem]:
+        """As `failures`, of whatever opens the first transfer group: connecting with one stage, updating with several."""
+        if self.world.topology.pp == 1:
+            return self.failures("connect", deadline)
+        self.connect()
+        return self.failures("update", deadline)
 
     def load(self, checkpoint: str) -> None:
         """The next optimizer step."""
@@ -74,8 +120,8 @@ class SyncJob:
         checked = self.on_receivers("check", checkpoint=self.checkpoint)
         metrics = ranks[0]["metrics"]
         return SyncReport(
-            scenario=self.scenario, topology=self.world.topology.text(), version=ranks[0]["version"],
-            stages=[event["group"] for event in self.story("open.done")],
+            scenario=self.scenario, topology=self.world.topology.short(), version=ranks[0]["version"],
+            stages=list(dict.fromkeys(event["group"] for event in self.story("send"))),
             buckets=int(metrics["update_weight/buckets"]), bytes=int(metrics["update_weight/bytes"]),
             seconds={name.removeprefix("update_weight/").removesuffix("_s"): value for name, value in metrics.items()
                      if name.endswith("_s")},
@@ -93,10 +139,11 @@ class SyncJob:
         return self.world.run(f"harness.world.trainer:{function}", on=self.world.trainer_ranks, deadline=self.deadline, **kwargs)
 
     def on_receivers(self, function: str, **kwargs: Any) -> list[Any]:
-        return self.world.run(f"harness.world.receiver:{function}", on=self.receivers, deadline=self.deadline, **kwargs)
+        return self.world.run(f"harness.world.receiver:{function}", on=[engine.rank for engine in self.chosen],
+                              deadline=self.deadline, **kwargs)
 
 
-def prepare(context: RankContext, *, checkpoint: str, args: dict[str, Any], backend: str, timeout_s: float) -> Any:
+def prepare(context: RankContext, *, checkpoint: str, args: dict[str, Any], timeout_s: float) -> Any:
     """Models and engines at the same time, each rank its own; imports only what its side needs."""
     if context.is_trainer:
         from harness.world import trainer
@@ -104,4 +151,4 @@ def prepare(context: RankContext, *, checkpoint: str, args: dict[str, Any], back
         return trainer.setup(context, checkpoint=checkpoint, args=args, timeout_s=timeout_s)
     from harness.world import receiver
 
-    return receiver.prepare(context, checkpoint=checkpoint, backend=backend)
+    return receiver.prepare(context, checkpoint=checkpoint)

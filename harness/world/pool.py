@@ -10,14 +10,15 @@ from pathlib import Path
 
 from harness.world.deadline import Deadline
 from harness.world.environment import world_environment
-from harness.world.host import Ended, Kill, Launch, Launched, Ready, receive, send
-from harness.world.host import HostMessage as HostMessage
+from harness.world.host import Ended, HostMessage, Kill, Launch, Launched, Ready, receive, send
+from harness.world.nesting import IMPORTS_WITHIN_S
 from harness.world.wire import Topology
-from harness.world.world import START_WITHIN_S, World, WorldError, make_world
+from harness.world.world import START_WITHIN_S, World, WorldError, make_files
 
-HEAVY = ("torch", "vllm.entrypoints.llm", "staged_sync.vllm.gloo_engine", "harness.megatron_oracle", "transformers")
-_IMPORTS_WITHIN_S = 120.0
-"""Ten seconds on an idle machine with a warm page cache; cold disks and busy cores take a minute."""
+TRAINER_MODULES = ("torch", "harness.world.trainer")
+RECEIVER_MODULES = ("torch", "vllm.entrypoints.llm", "staged_sync.vllm.gloo_engine", "harness.world.receiver")
+HEAVY = tuple(dict.fromkeys((*TRAINER_MODULES, *RECEIVER_MODULES, "transformers")))
+"""What a host imports before the first fork: ranks must not spend their test's time on imports."""
 
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,7 +39,7 @@ class HostProcess:
     def launch(self, world: World) -> Launcher:
         """Fork a launcher for `world`."""
         if not self._ready:
-            self._expect(Ready, Deadline.after(_IMPORTS_WITHIN_S), "import torch, Megatron and vLLM")
+            self._expect(Ready, Deadline.after(IMPORTS_WITHIN_S), "import torch, Megatron and vLLM")
             self._ready = True
         send(self._sock, Launch(str(world.files.directory)))
         launched = self._expect(Launched, Deadline.after(START_WITHIN_S), "fork a world")
@@ -128,7 +129,7 @@ class WorldPool:
     def _start(self, topology: Topology) -> World:
         if self._host is None:
             self._host = HostProcess(self._modules)
-        world = make_world(topology)
+        world = World(topology, make_files(topology))
         try:
             world.process = self._host.launch(world)
             world.wait_ready(Deadline.after(START_WITHIN_S))

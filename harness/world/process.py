@@ -58,10 +58,12 @@ class Life:
             self._fd = None
 
     def over(self) -> bool:
-        """True also for a zombie, and for ever after."""
-        if self._fd is None:
-            return True
-        if select.select([self._fd], [], [], 0)[0]:
+        """True also for a zombie, and for ever after. Never blocks."""
+        return self.wait(0)
+
+    def wait(self, timeout_s: float) -> bool:
+        """True once it has ended, False where that takes longer than `timeout_s`."""
+        if self._fd is not None and select.select([self._fd], [], [], timeout_s)[0]:
             self.close()
         return self._fd is None
 

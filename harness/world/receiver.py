@@ -88,7 +88,7 @@ def prepare(context: RankContext, *, checkpoint: str, backend: str = "gloo") -> 
     from staged_sync.vllm.gloo_engine import GlooWeightTransferEngine
 
     home = config_only_copy(checkpoint, context.files.directory / f"config{context.engine}")
-    llm = _llm(home, load_format="dummy", backend=backend)
+    llm = _llm(context, home, load_format="dummy", backend=backend)
     arrivals = Arrivals()
     GlooWeightTransferEngine.on_receive[:] = [arrivals.on_receive]
     engine = InProcessEngine(llm)
@@ -134,6 +134,15 @@ def sensitivity(context: RankContext, *, checkpoint: str, swapped: str) -> dict[
             "tokens differ": said.tokens != expected.tokens, "logprobs differ": said.logprobs != expected.logprobs}
 
 
+def transformers_logits(context: RankContext, *, checkpoint: str, tokens: list[list[int]]) -> list[list[list[float]]]:
+    """The independent opinion on what the checkpoint computes, in float32 on the CPU."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        return model(torch.tensor(tokens)).logits.tolist()
+
+
 def _prepare_process(context: RankContext) -> None:
     """Once per process, before vLLM is used."""
     if context.topology.device == "cuda":
@@ -144,12 +153,16 @@ def _prepare_process(context: RankContext) -> None:
     record_unpacked_weights()
 
 
-def _llm(path: Path | str, *, load_format: str, backend: str | None) -> Any:
+def _llm(context: RankContext, path: Path | str, *, load_format: str, backend: str | None) -> Any:
+    """A tiny engine in this process. Kept for ever: all share vLLM's parallel state, which the first to be collected would
+    take down; each costs 10 MB."""
     from vllm import LLM
 
-    return LLM(str(path), skip_tokenizer_init=True, enforce_eager=True, load_format=load_format, max_model_len=64,
-               dtype="bfloat16", num_gpu_blocks_override=64,
-               weight_transfer_config=None if backend is None else {"backend": backend})
+    llm = LLM(str(path), skip_tokenizer_init=True, enforce_eager=True, load_format=load_format, max_model_len=64,
+              dtype="bfloat16", num_gpu_blocks_override=64, use_tqdm_on_load=False,
+              weight_transfer_config=None if backend is None else {"backend": backend})
+    context.state.setdefault("llms", []).append(llm)
+    return llm
 
 
 def _reference(context: RankContext, checkpoint: str) -> Any:
@@ -157,7 +170,7 @@ def _reference(context: RankContext, checkpoint: str) -> Any:
     _prepare_process(context)
     references: dict[str, Any] = context.state.setdefault("references", {})
     if checkpoint not in references:
-        references[checkpoint] = _llm(checkpoint, load_format="auto", backend=None)
+        references[checkpoint] = _llm(context, checkpoint, load_format="auto", backend=None)
     return references[checkpoint]
 
 

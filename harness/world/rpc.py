@@ -67,31 +67,37 @@ class RemoteMethod:
 
 
 class Reference:
-    """An answer that is on its way."""
+    """An answer that is on its way. Once it is here it stays: `poll` and `result` may be asked again."""
 
     def __init__(self, calls: _Calls, id: int, method: str) -> None:
         self._calls = calls
         self._id = id
         self._method = method
+        self._reply: Reply | None = None
 
     def poll(self) -> bool:
         """True once the answer is here or can no longer come. Never blocks."""
-        return self._calls.settled(self._id)
-
-    def fileno(self) -> int:
-        """For pollers; may become readable for another reference of the same handle."""
-        return self._calls.fileno()
+        if self._reply is None:
+            self._reply = self._calls.take(self._id, self._method)
+        return self._reply is not None
 
     def result(self) -> Any:
         """The value, or the remote error. Only after `poll()` is True."""
-        return self._calls.take(self._id, self._method)
+        name = self._calls.target.name
+        if self._reply is None:
+            raise RuntimeError(f"{name}.{self._method}: result() before poll() was True")
+        if self._reply.problem is None:
+            return self._reply.value
+        if self._reply.problem.kind == PeerDied.__name__:
+            raise PeerDied(self._reply.problem.text)
+        raise RemoteCallFailed(name, self._method, self._reply.problem)
 
 
 class _Calls:
-    """The socket of one handle, and the answers that have come."""
+    """The socket of one handle, and the answers that have come and were not asked for yet."""
 
     def __init__(self, target: Target) -> None:
-        self._target = target
+        self.target = target
         self._ids = itertools.count()
         self._replies: dict[int, Reply] = {}
         self._life = Life(target.pid)
@@ -104,26 +110,17 @@ class _Calls:
         self._socket.send(encode(Request(id, method, kwargs)))
         return Reference(self, id, method)
 
-    def settled(self, id: int) -> bool:
-        if id not in self._replies:
-            over = self._life.over()  # asked before the mail is read: what it sent before its end still counts
-            self._drain()
-            if over:
-                self._replies.setdefault(id, Reply(id, None, Problem(PeerDied.__name__, "")))
-        return id in self._replies
-
-    def take(self, id: int, method: str) -> Any:
-        reply = self._replies.pop(id, None)
-        if reply is None:
-            raise RuntimeError(f"{self._target.name}.{method}: result() before poll() was True")
-        if reply.problem is None:
-            return reply.value
-        if reply.problem.kind == PeerDied.__name__ and not reply.problem.traceback:
-            raise PeerDied(f"{self._target.name} (process {self._target.pid}) ended while it owed the answer to {method}")
-        raise RemoteCallFailed(self._target.name, method, reply.problem)
-
-    def fileno(self) -> int:
-        return int(self._socket.getsockopt(zmq.FD))
+    def take(self, id: int, method: str) -> Reply | None:
+        """The answer to call `id`, None where it may still come."""
+        over = self._life.over()  # asked before the mail is read: what the peer sent before its end still counts
+        self._drain()
+        if id in self._replies:
+            return self._replies.pop(id)
+        if not over:
+            return None
+        target = self.target
+        return Reply(id, None, Problem(PeerDied.__name__, f"{target.name} (process {target.pid}) ended while it owed the "
+                                                          f"answer to {method}"))
 
     def _drain(self) -> None:
         while self._socket.poll(0):

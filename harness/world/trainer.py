@@ -41,8 +41,8 @@ def setup(context: RankContext, *, checkpoint: str, args: dict[str, Any], timeou
     model = build_megatron_model(checkpoint, device=device)
     settings = megatron_args(checkpoint, **TIMEOUTS | args)
     store = dist.PrefixStore(f"updater/{_count(context, 'updaters')}", context.state["store"])
-    updater = UpdateWeightFromDistributed(settings, model, None, model_name=_family(checkpoint), quantization_config=None,
-                                          seam=LiveSeam(model, store=store))
+    updater = UpdateWeightFromDistributed(settings, model, None, model_name=_family(checkpoint),
+                                          quantization_config=None, seam=LiveSeam(model, store=store))
     updater.trace.events = PublishedEvents(updater.trace, context.position)
     context.state["trainer"] = Trainer(checkpoint, model, updater)
 

@@ -34,9 +34,11 @@ class Topology(msgspec.Struct, frozen=True):
         """How a rank is called in events and tables."""
         return f"rank{rank}" if rank < self.trainers else f"engine{rank - self.trainers}"
 
+    def short(self) -> str:
+        return f"tp{self.tp}·pp{self.pp}{f'·dp{self.dp}' if self.dp > 1 else ''}"
+
     def text(self) -> str:
-        dp = f"·dp{self.dp}" if self.dp > 1 else ""
-        return f"tp{self.tp}·pp{self.pp}{dp} + {self.engines} engine{'s' if self.engines != 1 else ''} on {self.device}"
+        return f"{self.short()} + {self.engines} engine{'s' if self.engines != 1 else ''} on {self.device}"
 
 
 class Problem(msgspec.Struct, frozen=True):

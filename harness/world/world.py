@@ -17,8 +17,8 @@ from harness.world.hub import Hub, Outcome, RunState
 from harness.world.wire import End, Respawn, Signal, Topology
 
 START_WITHIN_S = 30.0
-_END_WITHIN_S = 10.0
-_SNAPSHOTS_WITHIN_S = 8.0
+END_WITHIN_S = 10.0
+SNAPSHOTS_WITHIN_S = 8.0
 ERROR_GRACE_S = 5.0
 """After the first rank's error the others get this long: what they say is evidence, waiting for them is not."""
 
@@ -91,7 +91,7 @@ class World:
             return
         self.closed = True
         self.hub.tell_supervisors(range(self.topology.world_size), End())
-        if self.process is not None and not self.process.wait(Deadline.after(_END_WITHIN_S)):
+        if self.process is not None and not self.process.wait(Deadline.after(END_WITHIN_S)):
             self.process.kill()
         self.hub.close()
         if self.clean:
@@ -176,15 +176,15 @@ class Run:
         """Collect first, then kill: the evidence is in the processes."""
         world, state = self._world, self._state
         world.clean = False
-        snapshots = world.hub.collect_snapshots(Deadline.after(_SNAPSHOTS_WITHIN_S))
+        snapshots = world.hub.collect_snapshots(Deadline.after(SNAPSHOTS_WITHIN_S))
         text = hang_report(world.topology, state, snapshots, limit_s=deadline.limit_s, directory=world.files.directory,
                            lock_held=world.hub.lock.held)
         world.close()
         return text
 
 
-def make_world(topology: Topology) -> World:
-    """The controller's half of a world: directory, topology file and hub, before any rank exists."""
+def make_files(topology: Topology) -> WorldFiles:
+    """A new world's own directory."""
     files = WorldFiles(Path(tempfile.mkdtemp(prefix="world-")))
     files.write_topology(topology)
-    return World(topology, files)
+    return files

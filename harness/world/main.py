@@ -1,0 +1,142 @@
+"""The main job from a plain torchrun line: a trainer, engines, three updates, every byte checked.
+
+    torchrun --standalone --nproc-per-node 3 -m harness.world.main --tp 1 --pp 2 --engines 1
+
+Each torchrun process forks its rank and supervises it; the first one also is the controller. Exit code 0 means exact.
+"""
+
+from __future__ import annotations
+
+import os
+
+from harness.world.environment import VARIABLES
+
+os.environ.update({name: os.environ.get(name, value) for name, value in VARIABLES.items()})  # read at import time
+
+import argparse  # noqa: E402
+import importlib  # noqa: E402
+import sys  # noqa: E402
+import tempfile  # noqa: E402
+from datetime import timedelta  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+import torch.distributed as dist  # noqa: E402
+
+from harness.checkpoints import make_checkpoint  # noqa: E402
+from harness.report import one_line, print_summary  # noqa: E402
+from harness.world.deadline import Deadline  # noqa: E402
+from harness.world.devices import choose  # noqa: E402
+from harness.world.files import WorldFiles  # noqa: E402
+from harness.world.job import SyncJob, SyncReport  # noqa: E402
+from harness.world.pool import RECEIVER_MODULES, TRAINER_MODULES  # noqa: E402
+from harness.world.process import Life, die_with_parent, require_single_thread  # noqa: E402
+from harness.world.supervisor import supervise  # noqa: E402
+from harness.world.wire import Topology  # noqa: E402
+from harness.world.world import START_WITHIN_S, World, make_files  # noqa: E402
+
+_MEET_WITHIN_S = 120.0
+"""Imports differ by rank (Megatron or vLLM), and all ranks import at once."""
+
+
+def main() -> None:
+    options = _options()
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    needed = options.tp * options.pp + options.engines
+    device = choose(options.device, needed)
+    topology = Topology(tp=options.tp, pp=options.pp, engines=options.engines, device=device.name)
+    if world_size != needed:
+        sys.exit(f"--nproc-per-node must be tp·pp + engines = {needed} for {topology.text()} (got {world_size})")
+    for module in TRAINER_MODULES if rank < topology.trainers else RECEIVER_MODULES:
+        importlib.import_module(module)
+    files = _meet(rank, topology)
+    if rank != 0:
+        supervise(files, rank)
+        return
+    print(device.text())
+    supervisor = _fork_supervisor(files)
+    sys.exit(_control(World(topology, files), supervisor, options))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--pp", type=int, default=2)
+    parser.add_argument("--engines", type=int, default=1)
+    parser.add_argument("--model", choices=("qwen3", "qwen2", "llama"), default="qwen3")
+    parser.add_argument("--tied", action="store_true", help="one matrix for embedding and output layer")
+    parser.add_argument("--packed", action="store_true", help="vLLM's packed wire format")
+    parser.add_argument("--bucket-bytes", type=int, default=1 << 18)
+    parser.add_argument("--updates", type=int, default=3)
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    parser.add_argument("--timeout", type=float, default=120.0, help="deadline of the whole job, in seconds")
+    return parser.parse_args()
+
+
+def _meet(rank: int, topology: Topology) -> WorldFiles:
+    """The first rank makes the world's directory and tells the others through torchrun's store."""
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
+                          timeout=timedelta(seconds=_MEET_WITHIN_S))
+    key = "staged-sync/world-directory"
+    if rank == 0:
+        files = make_files(topology)
+        store.set(key, str(files.directory))
+        return files
+    return WorldFiles(Path(store.get(key).decode()))
+
+
+class _Supervisor:
+    """The first rank's supervisor, which is this process' child; the others are torchrun's."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._life = Life(pid)
+
+    def wait(self, deadline: Deadline) -> bool:
+        return self._life.wait(deadline.left_s)
+
+    def kill(self) -> None:
+        os.kill(self._pid, 9)
+
+
+def _fork_supervisor(files: WorldFiles) -> _Supervisor:
+    """Before this process opens a zmq context, whose threads a child would not get."""
+    require_single_thread("the first torchrun process")
+    parent_pid = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        die_with_parent(parent_pid)
+        supervise(files, 0)
+        os._exit(0)
+    return _Supervisor(pid)
+
+
+def _control(world: World, supervisor: _Supervisor, options: argparse.Namespace) -> int:
+    world.process = supervisor
+    try:
+        world.wait_ready(Deadline.after(START_WITHIN_S + _MEET_WITHIN_S))
+        with tempfile.TemporaryDirectory() as home:
+            reports = _run_job(world, Path(home), options)
+        print_summary(reports, sys.stdout)
+        for report in reports:
+            print(report.problems(), end="")
+        return 0 if reports and all(report.exact for report in reports) else 1
+    finally:
+        world.close()
+
+
+def _run_job(world: World, home: Path, options: argparse.Namespace) -> list[SyncReport]:
+    steps = [str(make_checkpoint(home / f"step{step}", options.model, tied=options.tied, step=step))
+             for step in range(options.updates)]
+    job = SyncJob(world, steps[0], Deadline.after(options.timeout), scenario=f"{options.model}{' tied' * options.tied}",
+                  args={"update_weight_buffer_size": options.bucket_bytes, "vllm_weight_sync_packed": options.packed})
+    job.connect()
+    reports = []
+    for step in steps:
+        job.load(step)
+        reports.append(job.update())
+        print(f"version {reports[-1].version}: {'; '.join(one_line(engine) for engine in reports[-1].engines)}")
+    return reports
+
+
+if __name__ == "__main__":
+    main()

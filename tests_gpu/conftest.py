@@ -1,0 +1,140 @@
+"""The world tier: deadlines that nest, worlds that are shared, and a summary that says what was proven."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import chosen_device
+from harness.checkpoints import make_checkpoint
+from harness.report import print_summary, write_json
+from harness.world.deadline import Deadline
+from harness.world.devices import DEFAULT_MATRIX, ENGINES, Device
+from harness.world.job import SyncJob, SyncReport
+from harness.world.nesting import WORLD_GUARD_S, check_nesting
+from harness.world.pool import WorldPool
+from harness.world.wire import Topology
+from harness.world.world import World
+
+FAMILIES = ("qwen3", "qwen2", "llama")
+
+_device = pytest.StashKey[Device]()
+_reports = pytest.StashKey[list[SyncReport]]()
+
+
+# --- the run ------------------------------------------------------------------------------------------------------------
+def pytest_configure(config: pytest.Config) -> None:
+    """Decide the device before anything else; `--device cuda` with too few GPUs ends the run here."""
+    config.stash[_device] = chosen_device(config)
+    config.stash[_reports] = []
+    print(config.stash[_device].text(), flush=True)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    print(config.stash[_device].text(), flush=True)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    reports = config.stash[_reports]
+    if reports:
+        terminalreporter.ensure_newline()
+        print_summary(reports, sys.stdout)
+    if config.option.report:
+        write_json(reports, Path(config.option.report))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Every world test has a deadline, and pytest-timeout's is outside it: the report must have time to be made."""
+    for item in items:
+        if not {"worlds", "world", "nccl_timeout"} & {*getattr(item, "fixturenames", ()), *(m.name for m in item.iter_markers())}:
+            continue
+        limit_s, outer = _limit_s(item), item.get_closest_marker("timeout")
+        if outer is None:
+            item.add_marker(pytest.mark.timeout(limit_s + WORLD_GUARD_S))
+        else:
+            check_nesting(item.nodeid, limit_s, float(outer.args[0] if outer.args else outer.kwargs["timeout"]))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`topology` and `family` follow the command line."""
+    options = metafunc.config.option
+    if "topology" in metafunc.fixturenames:
+        matrix = DEFAULT_MATRIX if options.tp is None and options.pp is None else ((options.tp or 1, options.pp or 1),)
+        metafunc.parametrize("topology", matrix, ids=[f"tp{tp}-pp{pp}" for tp, pp in matrix], indirect=True, scope="session")
+    if "family" in metafunc.fixturenames:
+        metafunc.parametrize("family", options.model or FAMILIES)
+
+
+def _limit_s(item: pytest.Item) -> float:
+    marker = item.get_closest_marker("nccl_timeout")
+    return float(marker.args[0]) if marker is not None else float(item.config.option.nccl_timeout)
+
+
+# --- fixtures -----------------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="session")
+def worlds() -> Iterator[WorldPool]:
+    pool = WorldPool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def topology(request: pytest.FixtureRequest) -> Topology:
+    tp, pp = request.param
+    return Topology(tp=tp, pp=pp, engines=ENGINES, device=request.config.stash[_device].name)
+
+
+@pytest.fixture
+def world(worlds: WorldPool, topology: Topology) -> World:
+    """A live world of the topology, fit for this test."""
+    return worlds.get(topology)
+
+
+@pytest.fixture
+def deadline(request: pytest.FixtureRequest, world: World) -> Deadline:
+    """Of this test; begins when its world is up (starting one has its own deadline)."""
+    return Deadline.after(_limit_s(request.node))
+
+
+Checkpoints = Callable[..., str]
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    """`checkpoints(family, step=0, **shape)`: the path of a checkpoint, made once per session."""
+    root, made = tmp_path_factory.mktemp("checkpoints"), dict[str, str]()
+
+    def checkpoint(family: str, step: int = 0, **shape: Any) -> str:
+        name = "-".join([family, f"step{step}", *(f"{key}{value}" for key, value in sorted(shape.items()))])
+        if name not in made:
+            made[name] = str(make_checkpoint(root / name, family, step=step, **shape))
+        return made[name]
+
+    return checkpoint
+
+
+@pytest.fixture
+def start_job(request: pytest.FixtureRequest, world: World, deadline: Deadline) -> Callable[..., SyncJob]:
+    """`start_job(checkpoint, **options)`: the main job, prepared; named after the test in the summary."""
+
+    def start(checkpoint: str, **options: Any) -> SyncJob:
+        name = request.node.originalname.removeprefix("test_").replace("_", " ")
+        return SyncJob(world, checkpoint, deadline, scenario=options.pop("scenario", name), **options)
+
+    return start
+
+
+@pytest.fixture
+def exact(request: pytest.FixtureRequest) -> Callable[[SyncReport], SyncReport]:
+    """Assert that an update was exact on every engine, and show it in the summary."""
+
+    def check(report: SyncReport) -> SyncReport:
+        request.config.stash[_reports].append(report)
+        assert report.exact, report.problems()
+        return report
+
+    return check
