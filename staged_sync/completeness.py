@@ -50,7 +50,7 @@ def read_index(checkpoint: str | Path) -> dict[str, TensorMeta]:
 def _read_sharded(folder: Path, index_file: Path) -> dict[str, TensorMeta]:
     try:
         weight_map: dict[str, str] = json.loads(index_file.read_text())["weight_map"]
-    except (KeyError, ValueError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise CheckpointIndexError(f"{index_file} is not a safetensors index: {error!r}") from error
     found: dict[str, TensorMeta] = {}
     for shard in sorted(set(weight_map.values())):

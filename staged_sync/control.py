@@ -99,8 +99,8 @@ class Control:
         """This rank will not come to the next barrier: close the group and tell the others why. They open the next
         generation at their next update, and so does this rank."""
         if self._group is not None:
+            self._seam.report_broken_control(self._generation, reason)  # first: closing would look like a lost connection
             self.close()
-            self._seam.report_broken_control(self._generation, reason)
 
     def close(self) -> None:
         if self._group is not None:

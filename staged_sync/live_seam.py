@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions
 
 from staged_sync.errors import GatherError, RanksAbsent
 from staged_sync.seam import Coordinates, GatherGroup, TransferGroup, Wire, Work
@@ -258,7 +259,7 @@ class _GlooControlGroup:
         framed = len(payload).to_bytes(8, "little") + payload
         mine[:len(framed)] = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
         everybody = [torch.empty_like(mine) for _ in range(self._world_size)]
-        options = dist.AllgatherOptions()
+        options = AllgatherOptions()
         options.timeout = timeout
         self._wait(self._group.allgather([everybody], [mine], options))
         framed_all = [bytes(one.numpy()) for one in everybody]

@@ -111,7 +111,8 @@ class UpdateWeightFromDistributed:
         if self._exporter is not None:
             return self._exporter
         from staged_sync.megatron.raw_export import RawExporter  # the model's families, only where they are needed
-        return RawExporter(self.args, self.model, model_name=self.model_name, seam=self._rank.seam, hf_tensors=index)
+        return RawExporter(self.args, self.model, model_name=self.model_name, seam=self._rank.seam, hf_tensors=index,
+                           trace=self._rank.trace)
 
     def _open_persistent_group(self, link: Connection) -> None:
         """One pipeline stage: the source opens the only transfer group now and keeps it. All ranks learn how it went."""

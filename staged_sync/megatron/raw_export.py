@@ -17,6 +17,7 @@ from staged_sync.megatron.gathering import Partition, gather_shards, join_shards
 from staged_sync.megatron.parameters import Located, locate, summary, unwrap
 from staged_sync.megatron.sizes import Sizes, differing_settings, read_hf_config, read_sizes
 from staged_sync.seam import Seam
+from staged_sync.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +44,10 @@ class RawExporter:
     contract: Contract = "stage_local"
 
     def __init__(self, args: Any, model: Sequence[nn.Module], *, model_name: str, seam: Seam,
-                 hf_tensors: Mapping[str, TensorMeta] | None) -> None:
+                 hf_tensors: Mapping[str, TensorMeta] | None, trace: Trace | None = None) -> None:
         self._model = model
         self._seam = seam
+        self._trace = trace
         self._hf_tensors = hf_tensors or {}
         self._config = next((c for chunk in model if (c := getattr(unwrap(chunk), "config", None)) is not None), None)
         hf_config, self._setup_problems = read_hf_config(args)
@@ -156,7 +158,10 @@ class RawExporter:
 
     def gather(self, unit: RawUnit, *, timeout_s: float) -> list[torch.Tensor]:
         """The parameter's shards by group rank. A collective of the unit's group, except where nothing is cut."""
-        return gather_shards(self._seam, unit.label, unit.parameter, unit.partition, timeout_s=timeout_s)
+        if unit.partition.ranks == 1 or self._trace is None:
+            return gather_shards(self._seam, unit.label, unit.parameter, unit.partition, timeout_s=timeout_s)
+        with self._trace.waiting("gather", detail=unit.label, group=unit.partition.group):
+            return gather_shards(self._seam, unit.label, unit.parameter, unit.partition, timeout_s=timeout_s)
 
     def convert(self, unit: RawUnit, gathered: Sequence[torch.Tensor]) -> list[NamedTensor]:
         """HF names and full tensors, in the HF checkpoint's dtype. Views of the model where nothing was gathered."""
