@@ -31,11 +31,11 @@ def pytest_configure(config: pytest.Config) -> None:
     """Decide the device before anything else; `--device cuda` with too few GPUs ends the run here."""
     config.stash[_device] = chosen_device(config)
     config.stash[_reports] = []
-    print(config.stash[_device].text(), flush=True)
+    config.get_terminal_writer().line(config.stash[_device].text())
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    print(config.stash[_device].text(), flush=True)
+    config.get_terminal_writer().line(config.stash[_device].text())
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

@@ -13,26 +13,26 @@ from harness.world.environment import VARIABLES
 
 os.environ.update({name: os.environ.get(name, value) for name, value in VARIABLES.items()})  # read at import time
 
-import argparse  # noqa: E402
-import importlib  # noqa: E402
-import sys  # noqa: E402
-import tempfile  # noqa: E402
-from datetime import timedelta  # noqa: E402
-from pathlib import Path  # noqa: E402
+import argparse
+import importlib
+import sys
+import tempfile
+from datetime import timedelta
+from pathlib import Path
 
-import torch.distributed as dist  # noqa: E402
+import torch.distributed as dist
 
-from harness.checkpoints import make_checkpoint  # noqa: E402
-from harness.report import one_line, print_summary  # noqa: E402
-from harness.world.deadline import Deadline  # noqa: E402
-from harness.world.devices import choose  # noqa: E402
-from harness.world.files import WorldFiles  # noqa: E402
-from harness.world.job import SyncJob, SyncReport  # noqa: E402
-from harness.world.pool import RECEIVER_MODULES, TRAINER_MODULES  # noqa: E402
-from harness.world.process import Life, die_with_parent, require_single_thread  # noqa: E402
-from harness.world.supervisor import supervise  # noqa: E402
-from harness.world.wire import Topology  # noqa: E402
-from harness.world.world import START_WITHIN_S, World, make_files  # noqa: E402
+from harness.checkpoints import make_checkpoint
+from harness.report import one_line, print_summary
+from harness.world.deadline import Deadline
+from harness.world.devices import choose
+from harness.world.files import WorldFiles
+from harness.world.job import SyncJob, SyncReport
+from harness.world.pool import RECEIVER_MODULES, TRAINER_MODULES
+from harness.world.process import Life, die_with_parent, require_single_thread
+from harness.world.supervisor import supervise
+from harness.world.wire import Topology
+from harness.world.world import START_WITHIN_S, World, make_files
 
 _MEET_WITHIN_S = 120.0
 """Imports differ by rank (Megatron or vLLM), and all ranks import at once."""

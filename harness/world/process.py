@@ -25,7 +25,8 @@ def die_with_parent(parent_pid: int) -> None:
 
 def require_single_thread(what: str) -> None:
     """Forking a process with threads copies locks that nobody will ever release."""
-    names = [Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task")]
+    threads = [entry.name for entry in Path("/proc/self/task").iterdir()]
+    names = [Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in threads]
     if len(names) != 1:
         raise RuntimeError(f"{what} must have one thread when it forks ranks; found {len(names)}: {', '.join(names)}. "
                            "Set OMP_NUM_THREADS=1 and OPENBLAS_NUM_THREADS=1, and import nothing that starts threads")
