@@ -88,7 +88,7 @@ class StubEngine(Server):
 
     def update_weights_from_distributed(self, names: Sequence[str], dtypes: Sequence[torch.dtype],
                                         shapes: Sequence[Sequence[int]], group_name: str, packed: bool = False) -> None:
-        self._must(self.paused, 9, "receives weights while it generates")
+        self._must(self.paused or not self._session_open(), 9, "receives weights while it generates")
         wire = None
         if self.options.packed_in == "update":
             wire = Wire("gloo", packed, self.options.fixed_buffer_bytes)

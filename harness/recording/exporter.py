@@ -72,11 +72,15 @@ class StubExporter:
         return shards
 
     def _all_gather(self, shard: torch.Tensor, group: GatherGroup, label: str, timeout_s: float) -> list[torch.Tensor]:
-        with self.trace.waiting("gather", group=group, detail=label):
-            try:
+        entered = False
+        try:
+            with self.trace.waiting("gather", group=group, detail=label):
+                entered = True
                 return self._seam.all_gather(shard, group, timeout_s=timeout_s)
-            except Exception as error:
+        except Exception as error:
+            if entered:
                 raise GatherError(f"{label}: {error}") from error
+            raise  # the collective was not entered: the caller asks again, to drain
 
     def _own_shard(self, meta: TensorMeta, part: Part) -> torch.Tensor:
         me = self._seam.coordinates()

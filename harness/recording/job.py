@@ -11,6 +11,7 @@ from harness.faults import Faults
 from harness.recording.args import make_args
 from harness.recording.engines import EngineOptions
 from harness.recording.exporter import StubExporter
+from harness.recording.kernel import MAX_STEPS
 from harness.recording.model import Table, differences, hf_metas, small_table, write_checkpoint
 from harness.recording.scheduler import Scheduler, round_robin
 from harness.recording.world import RankContext, RecordingWorld, RunResult
@@ -31,7 +32,7 @@ class RecordingJob:
 
     def __init__(self, *, table: Table | None = None, engines: Sequence[int | EngineOptions] = (1,),
                  args: Mapping[str, Any] | None = None, faults: Faults | None = None,
-                 scheduler: Scheduler = round_robin, make_exporter: MakeExporter | None = None,
+                 scheduler: Scheduler = round_robin, max_steps: int = MAX_STEPS, make_exporter: MakeExporter | None = None,
                  engine_handles: Callable[[RankContext, list[Any]], list[Any]] | None = None,
                  checkpoint: Table | None = None, **layout: Any) -> None:
         self.table = table or small_table(layout.get("pp", 1))
@@ -39,8 +40,10 @@ class RecordingJob:
         self._folder = tempfile.TemporaryDirectory(prefix="recording-")
         metas = hf_metas(checkpoint or self.table)
         write_checkpoint(Path(self._folder.name), metas.values())
-        self.args = make_args(**{"hf_checkpoint": self._folder.name, **(args or {})})
-        self.world = RecordingWorld(engines=engines, model=hf_metas(self.table), faults=faults, scheduler=scheduler, **layout)
+        folders = {"hf_checkpoint": self._folder.name, "update_weight_report_folder": self._folder.name}
+        self.args = make_args(**{**folders, **(args or {})})
+        self.world = RecordingWorld(engines=engines, model=hf_metas(self.table), faults=faults, scheduler=scheduler,
+                                    max_steps=max_steps, **layout)
         self._handles = engine_handles or (lambda context, handles: handles)
         self.exporters = [(make_exporter or _stub)(context, self) for context in self.world.contexts]
         self.updaters = [self._updater(context) for context in self.world.contexts]

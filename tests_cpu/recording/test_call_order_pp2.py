@@ -20,12 +20,14 @@ LEAD_CONNECTS = [
     "barrier connect",
     "rpc get_weight_transfer_info engine0",
     "barrier connect checked",
+    "barrier connected",
 ]
 
 OTHERS_CONNECT = [
     "barrier control group 0",
     "barrier connect",
     "barrier connect checked",
+    "barrier connected",
 ]
 
 INACTIVE = [
