@@ -31,11 +31,18 @@ def pytest_configure(config: pytest.Config) -> None:
     """Decide the device before anything else; `--device cuda` with too few GPUs ends the run here."""
     config.stash[_device] = chosen_device(config)
     config.stash[_reports] = []
-    config.get_terminal_writer().line(config.stash[_device].text())
+    _say(config.stash[_device].text())
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    config.get_terminal_writer().line(config.stash[_device].text())
+    if _device in config.stash:
+        _say(config.stash[_device].text())
+
+
+def _say(text: str) -> None:
+    """Before pytest's first line and after its last one, where it has no terminal reporter to ask."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

@@ -125,7 +125,7 @@ def test_a_directory_too_long_for_sockets_is_refused_at_once(tmp_path: Path) -> 
 def test_dtypes_travel_and_objects_do_not() -> None:
     request = Request(1, "update", {"dtypes": [torch.bfloat16, torch.float8_e4m3fn], "shapes": [[2, 3]], "packed": False})
     assert decode(encode(request)) == request
-    with pytest.raises(TypeError, match="set does not travel|Tensor does not travel"):
+    with pytest.raises(TypeError, match=r"set does not travel|Tensor does not travel"):
         encode(Request(1, "update", {"tensor": torch.ones(1)}))
 
 
