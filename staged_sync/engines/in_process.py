@@ -122,6 +122,11 @@ class InProcessEngine:
         """Open a session. Raises EngineRefused for weights that are not in checkpoint format."""
         if not is_checkpoint_format:
             raise EngineRefused("this engine takes weights in checkpoint format only (HF names, full tensors)")
+        if not self._weights_complete and not self._session_open and self._registered_as not in BACKENDS:
+            # A stock back end would count this session's weights on top of the abandoned one's (staged_sync/vllm/reload.py).
+            # Finishing an empty session makes vLLM forget them; nothing can be generated in between.
+            self.llm.start_weight_update()
+            self.llm.finish_weight_update()
         self.llm.start_weight_update()
         self._session_open, self._weights_complete = True, False
 

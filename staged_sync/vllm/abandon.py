@@ -8,6 +8,9 @@ rejected *while it is parsed*. The worker parses before it receives (vllm/distri
 (vllm/distributed/weight_transfer/nccl_engine.py, `NCCLWeightTransferUpdateInfo.__post_init__`).
 
 Afterwards the parameters may still be on the meta device: the engine must not generate until a complete session has run.
+And vLLM still counts what the abandoned session had brought for layers that it left half-filled, on top of which the next
+session's weights would come (staged_sync/vllm/reload.py): our back ends roll that back when a session starts. For stock back
+ends, start and finish an empty session before the next real one, as `staged_sync.engines.in_process` does.
 
     reply = engine.update_weights_from_distributed(**abandon.request())
     trouble = abandon.objection(reply or the exception it raised)

@@ -19,7 +19,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngin
 from staged_sync.errors import TransportError
 from staged_sync.exporter import NamedTensor, TensorMeta
 from staged_sync.packing import plan_chunks, unpack
-from staged_sync.vllm import cpu_repairs
+from staged_sync.vllm import cpu_repairs, reload
 from staged_sync.vllm.gloo_group import GlooReceiver, Terms
 
 POISON = 0xFF
@@ -63,6 +63,10 @@ class GlooWeightTransferEngine(NCCLWeightTransferEngine):
         self.model_update_group = GlooReceiver.join(
             init_info.master_address, init_info.master_port, self._group_rank(init_info.rank_offset), init_info.terms(),
             timeout_s=init_info.timeout_s)
+
+    def start_weight_update(self) -> None:
+        reload.roll_back(self.model)
+        super().start_weight_update()
 
     def receive_weights(self, update_info: NCCLWeightTransferUpdateInfo) -> None:
         """Receive one bucket and load it. Raises RuntimeError before any init, TransportError where the source is gone."""
