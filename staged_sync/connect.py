@@ -151,4 +151,24 @@ def _inspect_engines(seam: Seam, trace: Trace, engines: Sequence[Any], counts: S
             problems.append(f"rollout engine {i} receives with weight-transfer backend {info.backend!r}, this trainer sends "
                             f"with {wire.backend!r}: start the engine with weight_transfer_config={{'backend': "
                             f"'{wire.backend}'}}")
+        if wire.packed and info.packed_in == "update" and info.packed_buffer_size_bytes not in (None,
+                                                                                                wire.packed_buffer_size_bytes):
+            problems.append(f"args.update_weight_packed_buffer_size must be {info.packed_buffer_size_bytes} for rollout engine "
+                            f"{i} (got {wire.packed_buffer_size_bytes}): its vLLM cannot be told, and would cut the packed "
+                            f"stream elsewhere")
     return packed_in_init, problems
+
+
+def check_reachable(seam: Seam, trace: Trace, fleet: Fleet, settings: Settings, deadline: Deadline) -> None:
+    """Listen as this source will, and let every engine that can try to dial it: a stock worker that is told an address it
+    cannot reach would wait there for 300 s. Raises `EngineError` with both addresses."""
+    asked = [i for i, engine in enumerate(fleet.engines) if seam.has_method(engine, "check_reachable")]
+    if not asked:
+        return
+    listener = seam.listen(address=settings.address, port_range=settings.port_range)
+    try:
+        tries = [call_engine(seam, trace, i, fleet.engines[i], "check_reachable", host=listener.host, port=listener.port,
+                             timeout_s=settings.timeouts.grace_s) for i in asked]
+        wait_all(seam, trace, tries, deadline)
+    finally:
+        listener.close()

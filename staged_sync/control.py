@@ -66,15 +66,19 @@ class Control:
         self._trace = trace
         self._group: ControlGroup | None = None
         self._generation = -1
+        self._attempt = 0  # of connecting or updating: counted alike on all ranks
 
     def ensure_open(self, *, timeout_s: float) -> None:
         """Open the control group, or the next generation if any rank reported the current one broken. A collective then.
 
         Raises `RanksAbsent` where some rank does not come.
         """
+        self._attempt += 1
         wanted = self._seam.broken_control_generation() + 1
         if self._group is not None and self._generation >= wanted:
             return
+        if self._group is not None:
+            self._hear_who_left()
         self.close()
         self._generation = wanted
         with self._trace.waiting("barrier", detail=f"control group {wanted}"):
@@ -99,13 +103,25 @@ class Control:
         """This rank will not come to the next barrier: close the group and tell the others why. They open the next
         generation at their next update, and so does this rank."""
         if self._group is not None:
-            self._seam.report_broken_control(self._generation, reason)  # first: closing would look like a lost connection
+            # First: closing would look like a lost connection.
+            self._seam.report_broken_control(self._generation, f"{self._this_attempt()}{reason}")
             self.close()
 
     def close(self) -> None:
         if self._group is not None:
             self._group.close()
             self._group = None
+
+    def _hear_who_left(self) -> None:
+        """The group was reported broken while this rank thought it well: a rank left after the last barrier of an earlier
+        attempt, which is over, or before the first one of this attempt, which cannot go on without it."""
+        reason = self._seam.report_broken_control(self._generation, "a rank left without saying why")
+        if reason.startswith(self._this_attempt()):
+            self.close()
+            raise RanksAbsent(reason, None)
+
+    def _this_attempt(self) -> str:
+        return f"weight sync call {self._attempt}: "
 
     def _broken(self, error: RanksAbsent, label: str = "opening the control group") -> RanksAbsent:
         self.close()

@@ -9,7 +9,7 @@ from typing import Any
 
 from staged_sync.config import Timeouts
 from staged_sync.control import Deadline
-from staged_sync.errors import StagedSyncError, TransportError
+from staged_sync.errors import DeadlineExceeded, TransportError
 from staged_sync.exporter import NamedTensor
 from staged_sync.plan import rank_offsets
 from staged_sync.seam import Listener, Seam, TransferGroup, Wire
@@ -155,11 +155,7 @@ def lock_held(seam: Seam, trace: Trace, lock: Any, deadline: Deadline, *, grace_
         yield
         return
     with trace.waits_for("the rollout engine lock"):
-        while not _lock_call(seam, trace, lock, "acquire", deadline):
-            if deadline.left_s(seam.now()) <= 0:
-                raise deadline.expired(trace.position.text(), "the rollout engine lock: somebody else holds it; a job that "
-                                       "died while sending leaves it locked (restart the lock actor)")
-            seam.sleep(LOCK_POLL_S)
+        _acquire(seam, trace, lock, deadline, grace_s)
     try:
         yield
     except BaseException:
@@ -172,21 +168,37 @@ def lock_held(seam: Seam, trace: Trace, lock: Any, deadline: Deadline, *, grace_
     _release(seam, trace, lock, grace_s)
 
 
+def _acquire(seam: Seam, trace: Trace, lock: Any, deadline: Deadline, grace_s: float) -> None:
+    """Poll the lock until it is ours or `deadline` is over."""
+    while True:
+        acquire = _lock_call(seam, trace, lock, "acquire")
+        try:
+            if wait_all(seam, trace, [acquire], deadline)[0]:
+                return
+        except DeadlineExceeded:
+            # The lock may still say yes to a caller that has gone: nobody else would ever release it then.
+            if settle(seam, [acquire], Deadline(seam.now() + grace_s, deadline.setting))[0] is True:
+                _release(seam, trace, lock, grace_s)
+            raise
+        seam.sleep(min(LOCK_POLL_S, deadline.left_s(seam.now())))
+        if deadline.left_s(seam.now()) <= 0:
+            raise deadline.expired(trace.position.text(), "the rollout engine lock: somebody else holds it; a job that died "
+                                   "while sending leaves it locked (restart the lock actor)")
+
+
 def _release(seam: Seam, trace: Trace, lock: Any, grace_s: float) -> None:
     """Release the lock. Tried twice: releasing a free lock is harmless, a lock that stays held stops every later update."""
     deadline = Deadline(seam.now() + grace_s, "update_weight_call_timeout")
     try:
-        _lock_call(seam, trace, lock, "release", deadline)
+        wait_all(seam, trace, [_lock_call(seam, trace, lock, "release")], deadline)
     except Exception as error:
         logger.warning("releasing the rollout engine lock failed, trying once more: %s", error)
-        _lock_call(seam, trace, lock, "release", deadline)
+        wait_all(seam, trace, [_lock_call(seam, trace, lock, "release")], deadline)
 
 
-def _lock_call(seam: Seam, trace: Trace, lock: Any, method: str, deadline: Deadline) -> Any:
+def _lock_call(seam: Seam, trace: Trace, lock: Any, method: str) -> Pending:
     try:
         trace.record("rpc", detail=f"{method} lock")
-        return wait_all(seam, trace, [Pending(f"the rollout engine lock ({method})", seam.call(lock, method))], deadline)[0]
-    except StagedSyncError:
-        raise
+        return Pending(f"the rollout engine lock ({method})", seam.call(lock, method))
     except Exception as error:
         raise TransportError(f"the rollout engine lock failed in {method}: {type(error).__name__}: {error}") from error

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, NoReturn
 
 from staged_sync.completeness import StageReport, judge
@@ -54,7 +54,7 @@ class Update:
         rank, name_before = self._rank, self._rank.source.group_name
         try:
             for step in self._link.plan:
-                self._enter_phase(step)
+                self._try(self._enter_phase, step)
                 with rank.metrics.timed(self._phase[0]), rank.trace.at(phase=self._phase[0], stage=self._phase[1]):
                     if isinstance(step, Barrier):
                         self._meet(step)
@@ -65,7 +65,7 @@ class Update:
         except Exception as error:
             self._leave_alone(error)
             failure = Failure(rank.number, rank.trace.position_of(error).text(), type(error).__name__, str(error))
-            raise UpdateFailed([failure], state="poisoned", aftermath=self._what_to_do("poisoned")) from error
+            raise UpdateFailed([failure], state=self._state(), aftermath=self._what_to_do()) from error
         except BaseException as error:
             self._leave_alone(error)
             raise
@@ -79,10 +79,14 @@ class Update:
         if isinstance(step, Send):
             self._stage.send(step)
         elif not self._failure:
-            try:
-                self._perform(step)
-            except Exception as error:
-                self._failure.keep(error)
+            self._try(self._perform, step)
+
+    def _try(self, function: Callable[[Step], None], step: Step) -> None:
+        """Do something local; what it raises is kept for the next barrier."""
+        try:
+            function(step)
+        except Exception as error:
+            self._failure.keep(error)
 
     def _perform(self, step: Step) -> None:
         match step:
@@ -142,9 +146,9 @@ class Update:
             statuses = self._rank.control.barrier(step.label, Status(self._failure.failure, data), timeout_s=timeout_s)
         except RanksAbsent as error:
             report(error, self._rank.seam, self._rank.trace, self._rank.settings.report_folder)
-            self._abort(step, [Failure(None, f"status barrier '{step.label}'", "RanksAbsent", str(error))], error)
+            self._abort([Failure(None, f"status barrier '{step.label}'", "RanksAbsent", str(error))], error)
         if failures := [status.failure for status in statuses if status.failure is not None]:
-            self._abort(step, failures, None)
+            self._abort(failures, None)
         if step.reports and step.stage is not None:
             self._judge(StageReport.from_json(statuses[self._link.topology.sources[step.stage]].data["report"]))
 
@@ -155,17 +159,24 @@ class Update:
         if problem and self._is_lead:
             self._failure.keep(CompletenessError(problem))
 
-    def _abort(self, step: Barrier, failures: list[Failure], cause: Exception | None) -> NoReturn:
+    def _abort(self, failures: list[Failure], cause: Exception | None) -> NoReturn:
         """Every rank ends here with the same failures; the lead leaves the engines in a safe state first."""
         self._failure.drop_group()
-        if self._is_lead:
-            with contextlib.suppress(Exception):
-                _warn(self._make_safe(step))
-        state = _state_after(step)
-        raise UpdateFailed(failures, state=state, aftermath=self._what_to_do(state)) from cause
+        self._make_safe()
+        raise UpdateFailed(failures, state=self._state(), aftermath=self._what_to_do()) from cause
 
-    def _what_to_do(self, state: Aftermath) -> str:
-        return _WHAT_TO_DO[state].format(version=self._version)
+    def _state(self) -> Aftermath:
+        """What a failure in this phase leaves behind. Every rank decides alike: it depends on the plan alone."""
+        match self._phase[0]:
+            case "" | "pause":
+                return "untouched"  # no engine was asked to start: all of them hold the old weights
+            case "resume":
+                return "published"
+            case _:
+                return "poisoned"
+
+    def _what_to_do(self) -> str:
+        return _WHAT_TO_DO[self._state()].format(version=self._version)
 
     def _leave_alone(self, error: BaseException) -> None:
         """This rank leaves by itself (an interrupt, or an error outside every step): nobody knows at which barrier the others
@@ -174,25 +185,20 @@ class Update:
         where = self._rank.trace.position_of(error).text()
         with contextlib.suppress(Exception):
             self._rank.control.give_up(f"rank {self._rank.number} left the update ({where}): {type(error).__name__}: {error}")
-        if self._is_lead and self._session.started:
-            with contextlib.suppress(Exception):
-                _warn(self._session.abandon(self._rank.grace()))
+        self._make_safe()
 
-    def _make_safe(self, step: Barrier) -> list[str]:
-        match _state_after(step):
-            case "untouched":
-                return self._session.resume_paused(self._may_resume, self._rank.grace())
-            case "poisoned":
-                return self._session.abandon(self._rank.grace())
-            case "published":
-                return []
-
-
-def _state_after(step: Barrier) -> Aftermath:
-    """What a failure met at `step` leaves behind. Every rank decides alike: it depends on the plan alone."""
-    if step.label == "paused":
-        return "untouched"  # no engine was asked to start: all of them hold the old weights
-    return "published" if step.label == "resumed" else "poisoned"
+    def _make_safe(self) -> None:
+        """The lead leaves the engines in a safe state, as well as it can; whatever does not work is logged."""
+        if not self._is_lead:
+            return
+        try:
+            match self._state():
+                case "untouched":
+                    _warn(self._session.resume_paused(self._may_resume, self._rank.grace()))
+                case "poisoned":
+                    _warn(self._session.abandon(self._rank.grace()))
+        except Exception:
+            logger.warning("clearing up after a failed weight update did not work", exc_info=True)
 
 
 _WHAT_TO_DO: dict[Aftermath, str] = {

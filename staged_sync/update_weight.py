@@ -17,9 +17,9 @@ import torch
 
 from staged_sync.completeness import StageReport
 from staged_sync.config import engine_counts, mode_problems, read_settings
-from staged_sync.connect import Connection, Local, look_around, negotiate
+from staged_sync.connect import Connection, Local, check_reachable, look_around, negotiate
 from staged_sync.control import Control, Status
-from staged_sync.errors import ConfigurationError, Failure, UpdateFailed, UpdateInProgress
+from staged_sync.errors import ConfigurationError, Failure, RanksAbsent, UpdateFailed, UpdateInProgress
 from staged_sync.exporter import Exporter, TensorMeta
 from staged_sync.metrics import Metrics
 from staged_sync.plan import Topology, group_name
@@ -93,15 +93,23 @@ class UpdateWeightFromDistributed:
             counts, problems = engine_counts(self.args, rollout_engines, engine_gpu_counts)
             local = look_around(rank.seam, getattr(self.args, "hf_checkpoint", None), self._make_exporter,
                                 self._problems + problems)
-            rank.control.ensure_open(timeout_s=rank.settings.timeouts.phase_s)
+            self._meet_all("connecting the rollout engines")
             link = self._negotiate(local, rollout_engines, counts, rollout_engine_lock)
             keep = (self._link is not None and self._link.fleet.same_as(rollout_engines, counts)
                     and link.topology.pp == 1)
             if not keep:
                 self._leave_group()
             self._link = link
-            if link.topology.pp == 1:
-                self._open_persistent_group(link)
+            self._try_the_way(link)
+
+    def _meet_all(self, what: str) -> None:
+        """Make sure that there is a control group. Raises `UpdateFailed` where a rank does not come."""
+        try:
+            self._rank.control.ensure_open(timeout_s=self._rank.settings.timeouts.phase_s)
+        except RanksAbsent as error:
+            failure = Failure(None, "opening the control group", "RanksAbsent", str(error))
+            raise UpdateFailed([failure], what=what, state="untouched", aftermath=(
+                "Nothing was sent. Mend the cause and call again.")) from error
 
     def _negotiate(self, local: Local, engines: Sequence[Any], counts: Sequence[int], lock: Any) -> Connection:
         rank = self._rank
@@ -114,14 +122,19 @@ class UpdateWeightFromDistributed:
         return RawExporter(self.args, self.model, model_name=self.model_name, seam=self._rank.seam, hf_tensors=index,
                            trace=self._rank.trace)
 
-    def _open_persistent_group(self, link: Connection) -> None:
-        """One pipeline stage: the source opens the only transfer group now and keeps it. All ranks learn how it went."""
-        rank, failure, name = self._rank, FirstFailure(self._rank), group_name(0)
+    def _try_the_way(self, link: Connection) -> None:
+        """Every source makes sure that the engines can dial it; with one pipeline stage it opens the only transfer group now
+        and keeps it. All ranks learn how it went."""
+        rank, failure = self._rank, FirstFailure(self._rank)
         timeouts = rank.settings.timeouts
-        if rank.number == link.topology.sources[0] and rank.source.group is None:
+        stage = rank.seam.coordinates().pp
+        if rank.number == link.topology.sources[stage] and rank.source.group is None:
+            deadline = rank.deadline(timeouts.call_s, "update_weight_call_timeout")
             try:
-                with rank.trace.at(stage=0):
-                    rank.open_group(link.fleet, name, link.wire, rank.deadline(timeouts.call_s, "update_weight_call_timeout"))
+                with rank.trace.at(stage=stage):
+                    check_reachable(rank.seam, rank.trace, link.fleet, rank.settings, deadline)
+                    if link.topology.pp == 1:
+                        rank.open_group(link.fleet, group_name(stage), link.wire, deadline)
             except Exception as error:
                 failure.keep(error)
         statuses = rank.control.barrier("connected", Status(failure.failure), timeout_s=timeouts.phase_s + timeouts.grace_s)
@@ -163,7 +176,7 @@ class UpdateWeightFromDistributed:
 
     def _update(self, link: Connection, version: int) -> list[StageReport]:
         rank = self._rank
-        rank.control.ensure_open(timeout_s=rank.settings.timeouts.phase_s)
+        self._meet_all("weight update")
         update = Update(rank, link, version, may_resume=self._may_resume(link),
                         sessions_left_open=self.poisoned is not None)
         try:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from staged_sync.control import Deadline
-from staged_sync.errors import EngineError, StagedSyncError
+from staged_sync.errors import DeadlineExceeded, EngineError, TransportError
 from staged_sync.seam import Seam, Work
 from staged_sync.trace import Trace
+
+SPEAK_S = 0.5
+"""How long an engine has to say what is wrong, once its transport has failed under it."""
 
 SLICE_S = 1.0
 """Longest single wait: also a seam whose works finish outside its own wait is looked at this often."""
@@ -29,7 +32,7 @@ class Pending:
             return self.work.result()
         try:
             reply = self.work.result()
-        except StagedSyncError:
+        except EngineError:
             raise
         except Exception as error:
             raise EngineError(self.engine, self.label, f"{type(error).__name__}: {error}") from error
@@ -51,21 +54,58 @@ def call_engine(seam: Seam, trace: Trace, engine: int, handle: Any, method: str,
 
 
 def wait_all(seam: Seam, trace: Trace, pending: Sequence[Pending], deadline: Deadline) -> list[Any]:
-    """Values of all `pending`, in order. Raises the first failure at once; `DeadlineExceeded` names what is still open."""
+    """Values of all `pending`, in order. Raises the first failure at once; `DeadlineExceeded` names what is still open.
+
+    A transport's own error only says that a connection is gone: the engines get a moment to say why, and those that do not
+    are named.
+    """
     values: dict[int, Any] = {}
     open_ = dict(enumerate(pending))
     while open_:
         for i in [i for i, p in open_.items() if p.work.poll()]:
-            values[i] = open_.pop(i).value()
+            ended = open_.pop(i)
+            try:
+                values[i] = ended.value()
+            except Exception as error:
+                if ended.engine is None:
+                    _let_engines_speak(seam, error, [p for p in open_.values() if p.engine is not None])
+                raise
         if not open_:
             break
         left_s = deadline.left_s(seam.now())
         if left_s <= 0:
             expired = deadline.expired(trace.position.text(), ", ".join(p.name() for p in open_.values()))
-            expired.owed_by = tuple((f"engine{p.engine}", p.label) for p in open_.values() if p.engine is not None)
+            expired.owed_by = _owed_by(open_.values())
             raise expired
         seam.wait_any([p.work for p in open_.values()], timeout_s=min(left_s, SLICE_S))
     return [values[i] for i in range(len(pending))]
+
+
+def _let_engines_speak(seam: Seam, error: Exception, replies: Sequence[Pending]) -> None:
+    """Raise an engine's own error instead of the transport's, or the transport's with the engines that have not answered."""
+    end_s = seam.now() + SPEAK_S
+    # At a deadline the engines that are still silent are the cause; what they say once the transport is gone is its effect.
+    while replies and not isinstance(error, DeadlineExceeded):
+        for reply in [p for p in replies if p.work.poll()]:
+            try:
+                reply.value()
+            except Exception as reason:
+                raise reason from error
+        replies = [p for p in replies if not p.work.poll()]
+        if not replies or seam.now() >= end_s:
+            break
+        seam.wait_any([p.work for p in replies], timeout_s=max(0.0, end_s - seam.now()))
+    if replies:
+        text = f"{error} (no answer yet to {', '.join(p.name() for p in replies)})"
+        if not isinstance(error, DeadlineExceeded):
+            raise TransportError(text) from error
+        late = DeadlineExceeded(text)
+        late.owed_by = _owed_by(replies)
+        raise late from error
+
+
+def _owed_by(pending: Iterable[Pending]) -> tuple[tuple[str, str], ...]:
+    return tuple((f"engine{p.engine}", p.label) for p in pending if p.engine is not None)
 
 
 def settle(seam: Seam, pending: Sequence[Pending], deadline: Deadline) -> list[Any | Exception]:

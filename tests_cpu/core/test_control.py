@@ -113,7 +113,8 @@ def test_a_rank_that_gives_up_is_heard_long_before_the_deadline(world: World, mo
     began = time.monotonic()
     results = world(leave)
     assert time.monotonic() - began < 20
-    assert str(results[0]) == str(results[2]) == "rank 1 left the update (phase send): KeyboardInterrupt: "
+    assert str(results[0]) == str(results[2]) == (
+        "weight sync call 1: rank 1 left the update (phase send): KeyboardInterrupt: ")
 
 
 def test_opening_without_one_rank_names_it(world: World) -> None:
