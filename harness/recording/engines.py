@@ -5,6 +5,7 @@ It never refuses what a real engine would let pass; it notes what must not happe
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -39,6 +40,8 @@ class EngineOptions:
     """Where `packed` is agreed: when the group is opened (vLLM >= 0.29), or with each bucket (before; plain vime)."""
     fixed_buffer_bytes: int = 1 << 30
     """Chunk size of the packed stream where it is not told at init."""
+    dials: bool | None = None
+    """None: has no `check_reachable`. True or False: has it, and whether it can reach the trainer."""
     info: Mapping[str, Any] | None = None
     """Overrides fields of what `get_weight_transfer_info` answers."""
 
@@ -50,8 +53,11 @@ class StubEngine(Server):
         self.index = index
         self.options = options
         self.methods = VIME_METHODS | {"generate"} | (frozenset() if options.plain_vime else NEWER_METHODS)
+        if options.dials is not None:
+            self.methods |= {"check_reachable"}
         self.paused = self.flushed = False
         self.version: Any = None
+        self._network = network
         self._events = events
         self._faults = faults
         self._violation = violation
@@ -131,6 +137,14 @@ class StubEngine(Server):
             "packed_buffer_size_bytes": fixed or (first.wire.packed_buffer_size_bytes if held else None)}
         return {**honest, **(self.options.info or {})}
 
+    def check_reachable(self, host: str, port: int, timeout_s: float) -> bool:
+        """Dial the trainer once, without joining anything."""
+        if not self._network.listens((host, port)):
+            raise ConnectionRefusedError(f"nobody listens at {host}:{port}")
+        if not self.options.dials:
+            raise TimeoutError(f"{self.name} got no answer from {host}:{port} within {timeout_s:g} s")
+        return True
+
     # --- inside ---------------------------------------------------------------------------------------------------
     def perform(self, call: Call) -> Any:
         self._record("handle", detail=call.method)
@@ -163,7 +177,7 @@ class StubEngine(Server):
         """A collective RPC: all workers at once, over at the first error; a worker still busy with an earlier one is
         waited for first."""
         self.kernel.wait(lambda: all(task.finished for task in self._busy), Waiting(what, self.name, missing=self._busy_text))
-        tasks = [self.kernel.spawn(worker.name, lambda w=worker: function(w), daemon=True) for worker in self.workers]
+        tasks = [self.kernel.spawn(worker.name, functools.partial(function, worker), daemon=True) for worker in self.workers]
         self._busy = tasks
         self.kernel.wait(lambda: all(t.finished for t in tasks) or any(t.error for t in tasks),
                          Waiting(what, self.name, missing=self._busy_text))

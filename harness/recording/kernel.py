@@ -50,6 +50,7 @@ class Task:
     index: int
     name: str
     daemon: bool
+    function: Callable[[], Any] = field(repr=False)
     greenlet: greenlet = field(repr=False)
     ready: Callable[[], bool] = lambda: True
     deadline_s: float = math.inf
@@ -79,7 +80,7 @@ class Kernel:
 
     def spawn(self, name: str, function: Callable[[], Any], *, daemon: bool = False) -> Task:
         """Add a task; it first runs when the scheduler chooses it."""
-        task = Task(self._spawned, name, daemon, greenlet(lambda: self._body(task, function), parent=self._hub))
+        task = Task(self._spawned, name, daemon, function, greenlet(self._body, parent=self._hub))
         self._spawned += 1
         self.tasks.append(task)
         return task
@@ -134,9 +135,9 @@ class Kernel:
         finally:
             self.closing, self._current = False, None
 
-    def _body(self, task: Task, function: Callable[[], Any]) -> None:
+    def _body(self, task: Task) -> None:
         try:
-            task.result = function()
+            task.result = task.function()
         except GreenletExit:
             pass
         except BaseException as error:  # a task's exception is a result, the run goes on
@@ -156,8 +157,13 @@ class Kernel:
 
     def _step(self, runnable: Sequence[Task]) -> None:
         self._current = self._previous = self._scheduler(runnable, self._previous)
-        self._current.greenlet.switch()
+        self._enter(self._current)
         self._current = None
+
+    @staticmethod
+    def _enter(task: Task) -> None:
+        """A greenlet takes its body's arguments with the first switch, and nothing with later ones."""
+        task.greenlet.switch(*(() if task.greenlet else (task,)))
 
     def _advance_clock(self) -> None:
         table = self._table(self.blocked())

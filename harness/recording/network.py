@@ -139,6 +139,10 @@ class Network:
         listener = self._listeners[host, port] = RecordedListener(host, port)
         return listener
 
+    def listens(self, address: tuple[str, int]) -> bool:
+        listener = self._listeners.get(address)
+        return listener is not None and not listener.closed
+
     def open(self, listener: RecordedListener, name: str, world_size: int, wire: Wire, source: int) -> Channel:
         if listener.closed or listener.channel is not None:
             raise TransportError(f"listener {listener.host}:{listener.port} is closed or already serves a group")

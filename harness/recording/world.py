@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -110,7 +111,7 @@ class RecordingWorld:
         Raises `Deadlock` when nobody can go on and no deadline is pending.
         """
         chosen = range(self.layout.world_size) if ranks is None else ranks
-        tasks = {rank: self.kernel.spawn(f"rank{rank}", lambda r=rank: function(self.contexts[r])) for rank in chosen}
+        tasks = {rank: self.kernel.spawn(f"rank{rank}", functools.partial(function, self.contexts[rank])) for rank in chosen}
         first_event, first_violation, began_s = len(self.events), len(self.violations), self.kernel.now_s
         self.kernel.stalls.clear()
         try:

@@ -55,7 +55,8 @@ def problems_left_behind(run: RecordingJob, result: RunResult) -> list[str]:
     published = {engine.version for engine in run.world.engines if not engine.dead}
     found += [f"rank {rank} counts version {run.updaters[rank].weight_version}, engines publish {published}"
               for rank in result.errors if run.updaters[rank].weight_version != 0 and published != {"1"}]
-    return found
+    counted = {run.updaters[rank].weight_version for rank in result.errors}
+    return found + ([f"ranks count different versions: {counted}"] if len(counted) > 1 else [])
 
 
 def problems_of_engines_at_rest(run: RecordingJob) -> list[str]:

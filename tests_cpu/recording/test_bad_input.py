@@ -148,3 +148,18 @@ def test_plain_vime_engines_with_wrong_counts_fail_in_time_and_name_who_is_missi
         assert "2 workers to join vime-pp_0" in str(result.errors[0]) or "did not join in time" in str(result.errors[0])
         assert 20 <= result.elapsed_s <= 20 + 2 * 5
         assert small_table(2) == run.table
+
+
+@pytest.mark.parametrize("layout", [{}, {"pp": 2}])
+def test_a_trainer_that_an_engine_cannot_dial_is_told_at_connect(layout: dict[str, int]) -> None:
+    """A stock worker would wait 300 s for it in the middle of an update."""
+    with RecordingJob(engines=[EngineOptions(dials=True), EngineOptions(dials=False)], **layout) as run:
+        result = run.connect()
+        assert {type(error) for error in result.errors.values()} == {UpdateFailed}
+        assert len(result.errors) == run.world.layout.world_size
+        assert all("engine1 got no answer from 10.0.0.1:20000" in str(error) for error in result.errors.values())
+        assert run.world.network.channels == [] and result.elapsed_s == 0
+    with RecordingJob(engines=[EngineOptions(dials=True)], **layout) as run:
+        run.connect().check()
+        run.update().check()
+        assert run.differences() == []

@@ -53,16 +53,8 @@ def test_a_refusal_is_raised_on_every_rank_at_once_and_the_next_update_is_exact(
     faults.assert_all_fired()
 
 
-def deaths() -> list[object]:
-    """Every (kind, method, nth); where the text does not name the engine yet, as a strict xfail."""
-    unnamed = {("never_answers", "init_weights_update_group"), ("engine_dies", "update_weights_from_distributed")}
-    mark = pytest.mark.xfail(strict=True, reason="the dial's or the broadcast's own error comes first and does not say which "
-                                                 "rollout engine is missing (rule 8)")
-    return [pytest.param(kind, *place, marks=[mark] if (kind, place[0]) in unnamed else [])
-            for kind in ("never_answers", "engine_dies") for place in BEFORE_START + WEIGHTS_TOUCHED + PUBLISHING]
-
-
-@pytest.mark.parametrize(("kind", "method", "nth"), deaths())
+@pytest.mark.parametrize("kind", ["never_answers", "engine_dies"])
+@pytest.mark.parametrize(("method", "nth"), BEFORE_START + WEIGHTS_TOUCHED + PUBLISHING)
 def test_a_silent_or_dead_engine_ends_in_time_and_its_replacement_serves_only_complete_weights(
         kind: str, method: str, nth: int) -> None:
     faults: Faults = getattr(Faults(), kind)(engine=1, method=method, nth=nth)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
-
 from harness.faults import Faults
 from harness.recording.exporter import Shards
 from harness.recording.job import RecordingJob
@@ -39,12 +37,10 @@ def test_a_lock_that_somebody_else_holds_is_given_up_at_the_deadline() -> None:
         run.world.lock.held = True
         result = run.update()
         assert_none(problems_of_engines_at_rest(run) + [f"rank {rank}: {error}" for rank, error in result.errors.items()
-                                                        if "the rollout engine lock" not in str(error)])
+                                                        if "somebody else holds it" not in str(error)])
         assert CALL_S <= result.elapsed_s <= CALL_S + GRACE_S
 
 
-@pytest.mark.xfail(strict=True, reason="an acquire that is called when its deadline is over is not waited for, succeeds all the "
-                                       "same, and nobody ever releases the lock")
 def test_an_acquire_given_up_at_its_deadline_does_not_keep_the_lock() -> None:
     with failing_job(Faults(), pp=2) as run:
         run.connect().check()
@@ -58,9 +54,8 @@ def test_a_rank_that_is_late_for_a_barrier_costs_one_update_and_one_generation()
         run.connect().check()
         run.exporters[1].before = sleeps_once(run, 1, "units", "expert", 2 * PHASE_S)  # type: ignore[attr-defined]
         result = run.update()
-        assert "rank 1 did not come within 105 s" in str(result.errors[0])
-        assert "rank 1 did not come within 105 s" in str(result.errors[1])
-        assert_none(problems_of_engines_at_rest(run))
+        assert_none([f"rank {rank}: {error}" for rank, error in result.errors.items()
+                     if "rank 1 did not come within 105 s" not in str(error)] + problems_of_engines_at_rest(run))
         run.step = 2
         recovery = run.update()
         assert_none([f"recovery: rank {rank}: {error}" for rank, error in recovery.errors.items()])
