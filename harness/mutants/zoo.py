@@ -1,6 +1,6 @@
 """The table: mutant, rule it breaks, where it was seen in public, the test that catches it, and what that test says.
 
-Report ids are those of the project's list of public reports; `Z` rows are code that was read, not reported.
+A report is `owner/repository#number`; an entry without a number is public code that was read, not a report.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ZOO: tuple[Mutant, ...] = (
     Mutant("no deferral", 1, ("vllm-project/vime#329", "THUDM/slime#2331"), staging.no_deferral,
            f"{_ORDER_PP2}:test_tp1_pp2_each_source_opens_sends_and_closes_in_its_turn",
            "rule 1: engine0 engine0/worker0 is asked to join vime-pp_0 while it holds live group vime-pp_1"),
-    Mutant("an inactive rank skips a barrier", 4, ("vllm-project/vime 45082eee", "PrimeIntellect-ai/prime-rl#1492"),
+    Mutant("an inactive rank skips a barrier", 4, ("vllm-project/vime, commit 45082eee", "PrimeIntellect-ai/prime-rl#1492"),
            staging.inactive_rank_skips_a_barrier,
            f"{_ORDER_PP2}:test_tp1_pp2_each_source_opens_sends_and_closes_in_its_turn", "status barrier 'stage 0 closed'"),
     Mutant("group not closed", 1, ("vllm-project/vllm-ascend#17154", "vllm-project/vllm#40646"), staging.group_not_closed,
@@ -32,14 +32,14 @@ ZOO: tuple[Mutant, ...] = (
            "every rank must raise CompletenessError, raised were {}"),
     Mutant("completeness off per update", 6, ("NovaSky-AI/SkyRL#1505",), staging.completeness_off_per_update,
            f"{_WAITS}:test_a_tensor_lost_on_the_way_is_caught_before_finish", "went on as if nothing had happened"),
-    Mutant("version with the first bucket", 9, ("vllm-project/vime#45", "rllm-org/rllm#622"),
+    Mutant("version with the first bucket", 9, ("vllm-project/vime, weight_version with every bucket",),
            staging.version_with_the_first_bucket, f"{_ORDER_PP1}:test_tp1_pp1_is_vimes_single_source_path_plus_the_publish",
            "rule 9: engine0 publishes version 1 with unfit weights: engine0/worker0 has a session open"),
     Mutant("engines compared by number", 10, ("radixark/miles#1724", "areal-project/AReaL#1101"),
            staging.engines_compared_by_number,
            f"{_WIRE}:test_connecting_other_engines_closes_the_old_group_and_uses_the_new_ones",
            "rollout engine 0 failed in update_weights_from_distributed"),
-    Mutant("lock kept", 10, ("slime, update_weight_from_distributed.py (Z10)",), failing.lock_kept,
+    Mutant("lock kept", 10, ("THUDM/slime, update_weight_from_distributed.py",), failing.lock_kept,
            f"{_ENGINE}:test_a_refusal_is_raised_on_every_rank_at_once_and_the_next_update_is_exact", "the lock is held",
            {"method": "update_weights_from_distributed", "nth": 1, "reply": None, "layout": {"pp": 2}}),
     Mutant("finish in finally", 9, ("vllm-project/vime, _end_vllm_weight_update_session in finally",), failing.finish_in_finally,

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from harness.faults import Faults
+from harness.recording.job import RecordingJob
 from harness.recording.kernel import Deadlock, Kernel, StepBound, Waiting
 from harness.recording.world import RankContext, RecordingWorld
+from staged_sync.trace import Event
 
 
 def never() -> bool:
@@ -136,6 +139,20 @@ def test_round_robin_is_fair_and_repeats_itself() -> None:
         return said
 
     assert order() == order() == ["a0", "b0", "c0", "a1", "b1", "c1"]
+
+
+@pytest.mark.parametrize("method", ["flush_cache", "update_weights_from_distributed"])
+def test_the_same_job_gives_the_same_log_twice_down_to_the_order_between_ranks(method: str) -> None:
+    def log() -> list[Event]:
+        faults = Faults().never_answers(engine=1, method=method)
+        with RecordingJob(tp=2, pp=2, engines=[1, 2], faults=faults) as run:
+            run.connect()
+            run.update()
+            return list(run.world.events)
+
+    first, second = log(), log()
+    assert len(first) > 50
+    assert first == second
 
 
 def test_waiting_outside_a_run_is_refused() -> None:
