@@ -21,6 +21,7 @@ from harness.world.wire import (
     RankReady,
     Reached,
     Request,
+    Signalled,
     Snapshot,
     Start,
     Supervising,
@@ -43,7 +44,11 @@ class RankState:
 
     @property
     def alive(self) -> bool:
-        return self.ready and not self.ended
+        """Both have said hello: what is said to somebody who has not is lost."""
+        return self.ready and self.supervisor_pid != 0 and not self.ended
+
+    def starts_anew(self) -> None:
+        self.ready, self.supervisor_pid, self.ended = False, 0, ""
 
 
 @dataclass(slots=True)
@@ -93,6 +98,7 @@ class Hub:
         self.lock_target = Target("lock", files.hub, os.getpid(), list(public_methods(self.lock)))
         self.run: RunState | None = None
         self.snapshots: dict[int, Snapshot] = {}
+        self.signalled: set[tuple[int, int]] = set()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a respawned rank takes over its name
@@ -154,6 +160,8 @@ class Hub:
                 self._settle(Outcome(rank, value, problem))
             case ChildEnded(rank, _, how, log_tail):
                 self._child_ended(self.ranks[rank], how, log_tail)
+            case Signalled(rank, number, _):
+                self.signalled.add((rank, number))
             case Snapshot(rank=rank):
                 self.snapshots[rank] = message
             case Request():

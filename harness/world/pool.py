@@ -20,6 +20,9 @@ RECEIVER_MODULES = ("torch", "vllm.entrypoints.llm", "staged_sync.vllm.gloo_engi
 HEAVY = tuple(dict.fromkeys((*TRAINER_MODULES, *RECEIVER_MODULES, "transformers")))
 """What a host imports before the first fork: ranks must not spend their test's time on imports."""
 
+_ANSWER_WITHIN_S = 5.0
+"""A cached world that takes longer than this to say that it is there is replaced."""
+
 _ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -111,7 +114,7 @@ class WorldPool:
 
     def get(self, topology: Topology) -> World:
         world = self._worlds.get(topology)
-        if world is not None and world.healthy:
+        if world is not None and world.responsive(Deadline.after(_ANSWER_WITHIN_S)):
             return world
         if world is not None:
             world.close()

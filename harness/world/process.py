@@ -6,6 +6,7 @@ import ctypes
 import os
 import select
 import signal
+import time
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -46,6 +47,31 @@ def state_of(pid: int) -> str:
         return "ended"
     state = next(line for line in lines if line.startswith("State:"))
     return state.split("(")[1].rstrip(")")
+
+
+_SETTLES_WITHIN_S = 2.0
+_LOOK_EVERY_S = 0.001
+
+
+def settled_state(pid: int, number: int) -> str:
+    """What the process does once signal `number` has had its effect, or after two seconds. The kernel delivers SIGSTOP,
+    SIGCONT and SIGKILL when it pleases, and only /proc tells."""
+    ends_s = time.monotonic() + _SETTLES_WITHIN_S
+    while not _has_effect(state_of(pid), number) and time.monotonic() < ends_s:
+        select.select([], [], [], _LOOK_EVERY_S)
+    return state_of(pid)
+
+
+def _has_effect(state: str, number: int) -> bool:
+    match number:
+        case signal.SIGSTOP:
+            return state in ("stopped", "zombie", "ended")
+        case signal.SIGCONT:
+            return state != "stopped"
+        case signal.SIGKILL:
+            return state in ("zombie", "ended")
+        case _:
+            return True
 
 
 class Life:

@@ -21,13 +21,14 @@ import zmq
 from harness.world.deadline import Deadline
 from harness.world.files import WorldFiles
 from harness.world.position import as_dicts, read_log
-from harness.world.process import Life, die_with_parent, how_it_ended, state_of, tail
+from harness.world.process import Life, die_with_parent, how_it_ended, settled_state, state_of, tail
 from harness.world.wire import (
     ChildEnded,
     End,
     Message,
     Respawn,
     Signal,
+    Signalled,
     Snapshot,
     Supervising,
     TakeSnapshot,
@@ -102,6 +103,7 @@ class Supervisor:
         match message:
             case Signal(number):
                 self._signal(number)
+                _send(link, Signalled(self._rank, number, settled_state(self._child_pid, number)))
             case TakeSnapshot():
                 _send(link, self._snapshot())
             case _:

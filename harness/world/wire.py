@@ -118,6 +118,14 @@ class Supervising(msgspec.Struct, tag=True, frozen=True):
     child_pid: int
 
 
+class Signalled(msgspec.Struct, tag=True, frozen=True):
+    """The signal has had its effect: `state` is the kernel's word for what the child does now."""
+
+    rank: int
+    number: int
+    state: str
+
+
 class ChildEnded(msgspec.Struct, tag=True, frozen=True):
     rank: int
     child_pid: int
@@ -149,8 +157,8 @@ class Reply(msgspec.Struct, tag=True, frozen=True):
     problem: Problem | None = None
 
 
-Message = (Start | Go | RankReady | Reached | Done | Signal | TakeSnapshot | Respawn | End | Supervising | ChildEnded
-           | Snapshot | Request | Reply)
+Message = (Start | Go | RankReady | Reached | Done | Signal | TakeSnapshot | Respawn | End | Supervising | Signalled
+           | ChildEnded | Snapshot | Request | Reply)
 
 
 def _pack(value: Any) -> Any:

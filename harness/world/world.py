@@ -81,9 +81,18 @@ class World:
 
     @property
     def healthy(self) -> bool:
-        """Fit for another test: every rank lives and no scenario left it in an unknown state."""
-        self.hub.pump(lambda: False, Deadline.after(0))
+        """Every rank lives, and no scenario left it in an unknown state."""
+        if not self.closed:
+            self.hub.pump(lambda: False, Deadline.after(0))
         return not self.closed and self.clean and all(state.alive for state in self.hub.ranks)
+
+    def responsive(self, deadline: Deadline) -> bool:
+        """Healthy, and every rank answers: none is stopped or still sits in what the last test left behind."""
+        if not self.healthy:
+            return False
+        state = RunState(next(self._run_ids), "harness.world.rank:ping", set(range(self.topology.world_size)))
+        self.hub.start(state, {})
+        return self.hub.pump(lambda: not state.pending, deadline) and not state.failed
 
     def close(self) -> None:
         """End all processes of this world, by the ids they were started with. Keeps the logs where it was not clean."""
@@ -125,18 +134,20 @@ class World:
     # --- faults --------------------------------------------------------------------------------------------------------
     def kill(self, rank: int, deadline: Deadline) -> None:
         """SIGKILL the rank's process; returns when it is gone. torchrun does not notice."""
-        self.signal(rank, signal.SIGKILL)
+        self.hub.tell_supervisors([rank], Signal(signal.SIGKILL))
         if not self.hub.pump(lambda: bool(self.hub.ranks[rank].ended), deadline):
             raise WorldError(f"rank {rank} was still alive {deadline.limit_s:g} s after SIGKILL")
 
-    def signal(self, rank: int, number: signal.Signals) -> None:
-        """For SIGSTOP and SIGCONT; asynchronous."""
+    def signal(self, rank: int, number: signal.Signals, deadline: Deadline) -> None:
+        """For SIGSTOP and SIGCONT; returns when the kernel has done it."""
+        self.hub.signalled.discard((rank, number))
         self.hub.tell_supervisors([rank], Signal(number))
+        if not self.hub.pump(lambda: (rank, number) in self.hub.signalled, deadline):
+            raise WorldError(f"the supervisor of rank {rank} did not confirm {number.name} within {deadline.limit_s:g} s")
 
     def respawn(self, rank: int, deadline: Deadline) -> None:
         """A new process in the place of this rank, as empty as at the start of the world."""
-        self.hub.ranks[rank].ready = False
-        self.hub.ranks[rank].ended = ""
+        self.hub.ranks[rank].starts_anew()
         self.hub.tell_supervisors([rank], Respawn())
         if not self.hub.pump(lambda: self.hub.ranks[rank].alive, deadline):
             raise WorldError(f"rank {rank} did not come back within {deadline.limit_s:g} s")

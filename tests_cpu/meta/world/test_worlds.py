@@ -108,7 +108,7 @@ def test_a_hang_becomes_a_table_and_a_file_and_the_world_is_killed(pool: WorldPo
 def test_a_stopped_rank_is_shown_as_stopped_with_its_stack(world: World) -> None:
     run = world.start(dummies.freezes, on=[0])
     run.wait_reached(0, "before the answer", Deadline.after(SOON_S))
-    world.signal(0, signal.SIGSTOP)
+    world.signal(0, signal.SIGSTOP, Deadline.after(SOON_S))
     run.go(0, "before the answer")
     with pytest.raises(WorldHung) as caught:
         run.wait(Deadline.after(1.0))
@@ -116,6 +116,15 @@ def test_a_stopped_rank_is_shown_as_stopped_with_its_stack(world: World) -> None
     assert "stopped" in row
     report = Path(str(caught.value).split("logs of every rank: ")[1].splitlines()[0]).read_text()
     assert "in freezes" in report
+
+
+def test_a_world_with_a_rank_that_does_not_answer_is_not_used_again(pool: WorldPool, world: World) -> None:
+    world.signal(2, signal.SIGSTOP, Deadline.after(SOON_S))
+    assert world.healthy, "it lives, only an answer would tell"
+    assert not world.responsive(Deadline.after(0.3))
+    world.signal(2, signal.SIGCONT, Deadline.after(SOON_S))
+    assert world.responsive(Deadline.after(SOON_S))
+    assert pool.get(world.topology) is world
 
 
 def test_freeze_points_order_ranks_without_sleeping(world: World) -> None:
