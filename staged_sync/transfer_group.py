@@ -103,8 +103,7 @@ def open_group(seam: Seam, trace: Trace, fleet: Fleet, name: str, wire: Wire, de
     listener = seam.listen(address=address, port_range=port_range)
     try:
         trace.record("listen", detail=f"{listener.host}:{listener.port}")
-        with trace.waits_for(f"{world_size - 1} workers to join"):
-            group = _dial(seam, trace, fleet, name, wire, listener, world_size, deadline)
+        group = _dial(seam, trace, fleet, name, wire, listener, world_size, deadline)
     finally:
         listener.close()
     return OpenGroup(seam, trace, fleet, name, wire, timeouts, group)
@@ -125,8 +124,8 @@ def _dial(seam: Seam, trace: Trace, fleet: Fleet, name: str, wire: Wire, listene
             joins.append(call_engine(seam, trace, i, engine, "init_weights_update_group", master_address=listener.host,
                                      master_port=listener.port, rank_offset=offset, world_size=world_size, group_name=name,
                                      backend=wire.backend, **agreed))
-        trace.record("open", detail=f"world_size={world_size}")
-        group: TransferGroup = wait_all(seam, trace, [dial, *joins], deadline)[0]
+        with trace.waiting("open", detail=f"world_size={world_size}"):
+            group: TransferGroup = wait_all(seam, trace, [dial, *joins], deadline)[0]
     except Exception:
         _discard(seam, dial, joins)
         raise
