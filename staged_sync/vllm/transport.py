@@ -6,6 +6,7 @@ is pending, so that the peers' blocked receives fail at once.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import time
@@ -36,8 +37,11 @@ logger = logging.getLogger(__name__)
 CONNECT_S = 10.0
 """Once every worker has joined, connecting them takes milliseconds; a worker that dies in between may cost this much."""
 
-_undying: list[tuple[Any, ...]] = []
-"""Groups that could not be ended in time. Destroying them would block this thread until gloo's own timeout."""
+
+def _never_destroy(thing: Any) -> None:
+    """Leak `thing`. The destructor of a gloo group that holds a pending operation blocks its thread, with the interpreter
+    locked, until the operation's own timeout; also when the interpreter exits."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 class Ended:
@@ -150,8 +154,9 @@ class GlooDial:
         return where if self._listener.host == self._listener.address else f"{where} (resolved to {self._listener.address})"
 
     def _end(self, value: GlooTransferGroup | None = None, error: BaseException | None = None) -> None:
-        self._outcome = Ended(value, error)
-        self._store = None  # a failed dial must hang up on the workers that wait in it
+        # A failed dial must hang up on the workers that wait in its store: nothing may keep it, and a traceback would.
+        self._outcome = Ended(value, error.with_traceback(None) if error is not None else None)
+        self._store = None
         self._listener.on_close = None
 
 
@@ -258,7 +263,7 @@ class GlooTransferGroup:
         if not all(send.drain(0.0) for send in sends):
             self._break_off()
             if not all([send.drain(max(deadline_s - time.monotonic(), 0.0)) for send in sends]):
-                _undying.append((group, store, sends))
+                _never_destroy((group, store, sends))
                 raise DeadlineExceeded(
                     f"transfer group {self.terms.name!r} did not end within {timeout_s:.1f} s of closing: gloo still holds a "
                     f"broadcast, and lets go of it after {IDLE_TIMEOUT_S:.0f} s at the latest. Restart this process if engines "
