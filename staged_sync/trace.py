@@ -94,7 +94,7 @@ class Trace:
         self.waiting_for = ""
         self.since_s = now()
         self._now = now
-        self._on_event = on_event
+        self.on_event = on_event
         self._failed: tuple[BaseException, Position] | None = None
 
     def record(self, event: str, *, detail: str = "", group: str | None = None) -> None:
@@ -105,8 +105,8 @@ class Trace:
         entry = Event(self._now(), self.rank, self.actor, event, at.phase, at.stage, at.bucket,
                       at.group if group is None else group, detail)
         self.events.append(entry)
-        if self._on_event is not None:
-            self._on_event(entry)
+        if self.on_event is not None:
+            self.on_event(entry)
 
     @contextlib.contextmanager
     def at(self, **changes: Any) -> Iterator[None]:
