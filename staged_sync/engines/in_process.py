@@ -68,7 +68,8 @@ class InProcessEngine:
     def flush_cache(self) -> None:
         """Forget cached prefixes: they were computed with other weights. Raises EngineRefused where vLLM does not."""
         if not self.llm.reset_prefix_cache():
-            raise EngineRefused("vLLM did not reset its prefix cache: requests still hold blocks of it; pause or abort them first")
+            raise EngineRefused("vLLM did not reset its prefix cache: requests still hold blocks of it; pause or abort them "
+                                "first")
 
     def generate(self, prompts: Sequence[Sequence[int]], *, max_tokens: int = 16) -> list[dict[str, list[Any]]]:
         """Greedy continuation of prompts of token ids: `{"tokens": [int], "logprobs": [float]}` each, of `max_tokens` tokens
@@ -79,10 +80,8 @@ class InProcessEngine:
         if self._paused:
             raise EngineRefused("this engine is paused: continue_generation must come first")
         self._refuse_mixture()
-        from vllm import SamplingParams
-
-        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logprobs=1, detokenize=False)
-        outputs = self.llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], sampling, use_tqdm=False)
+        outputs = self.llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], api.greedy(max_tokens),
+                                    use_tqdm=False)
         return [_generation(output.outputs[0]) for output in outputs]
 
     # --- the transfer group -----------------------------------------------------------------------------------------------

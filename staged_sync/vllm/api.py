@@ -60,6 +60,13 @@ def vllm_version() -> str:
     raise UnsupportedVllm("vLLM is not installed in this environment")
 
 
+def greedy(max_tokens: int) -> Any:
+    """SamplingParams for exactly `max_tokens` greedy tokens with the logprob of each; the end-of-sequence token is ignored."""
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logprobs=1, detokenize=False)
+
+
 @cache
 def installed() -> Api:
     """The generation of the installed vLLM. Raises UnsupportedVllm, naming the version and what was looked for."""

@@ -19,7 +19,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngin
 from staged_sync.errors import TransportError
 from staged_sync.exporter import NamedTensor, TensorMeta
 from staged_sync.packing import plan_chunks, unpack
-from staged_sync.vllm import cpu_repairs, reload
+from staged_sync.vllm import api, cpu_repairs, reload
 from staged_sync.vllm.gloo_group import GlooReceiver, Terms
 
 POISON = 0xFF
@@ -28,10 +28,12 @@ POISON = 0xFF
 
 @dataclass(kw_only=True)
 class GlooInitInfo(NCCLWeightTransferInitInfo):
-    """vLLM's NCCL init info and what this back end adds: a name for error texts, and a bound for joining, in seconds."""
+    """vLLM's NCCL init info and what this back end adds: a name for error texts, and bounds in seconds for joining and for
+    receiving one tensor or chunk (a source that has died is noticed at once; this is for one that is stuck)."""
 
     group_name: str = "unnamed"
     timeout_s: float = 120.0
+    receive_timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
         if self.nccl_unique_id_b64 is not None:
@@ -54,6 +56,12 @@ class GlooWeightTransferEngine(NCCLWeightTransferEngine):
 
     model_update_group: GlooReceiver | None
 
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+        """Raises UnsupportedVllm or cpu_repairs.Unrepaired where an update could not make this engine right."""
+        super().__init__(config, vllm_config, device, model)
+        api.installed()
+        cpu_repairs.check(model)
+
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
         """Join the source's group. Raises TransportError, bounded by `init_info.timeout_s`; no group is held then."""
         self._drop_group()
@@ -62,7 +70,7 @@ class GlooWeightTransferEngine(NCCLWeightTransferEngine):
         assert init_info.master_address is not None and init_info.master_port is not None  # NCCLWeightTransferInitInfo checks
         self.model_update_group = GlooReceiver.join(
             init_info.master_address, init_info.master_port, self._group_rank(init_info.rank_offset), init_info.terms(),
-            timeout_s=init_info.timeout_s)
+            timeout_s=init_info.timeout_s, receive_timeout_s=init_info.receive_timeout_s)
 
     def start_weight_update(self) -> None:
         reload.roll_back(self.model)

@@ -92,19 +92,23 @@ def start_broadcast(group: Any, buffer: torch.Tensor, timeout_s: float) -> Any:
 class GlooReceiver:
     """A worker's end of a transfer group; named like vLLM's PyNcclCommunicator (`broadcast`, `destroy`), whose slot it fills."""
 
-    def __init__(self, terms: Terms, rank: int, store: dist.Store, group: Any) -> None:
+    def __init__(self, terms: Terms, rank: int, store: dist.Store, group: Any, receive_timeout_s: float) -> None:
         self.terms = terms
         self.rank = rank
-        self._store = store
+        self._store: dist.Store | None = store
         self._group = group
+        self._receive_timeout_s = receive_timeout_s
 
     @classmethod
-    def join(cls, host: str, port: int, rank: int, terms: Terms, *, timeout_s: float) -> GlooReceiver:
-        """Join group `terms.name` as `rank` (1 ...). Waits for the source and all other workers, at most about `timeout_s`.
+    def join(cls, host: str, port: int, rank: int, terms: Terms, *, timeout_s: float,
+             receive_timeout_s: float = IDLE_TIMEOUT_S) -> GlooReceiver:
+        """Join group `terms.name` as `rank` (1 ...). Waits for the source and all other workers, at most about `timeout_s`;
+        afterwards each `broadcast` waits for at most `receive_timeout_s`.
 
         Raises TransportError where nobody listens at `host:port`, where the terms differ, or where the rank is taken.
         """
         deadline_s = time.monotonic() + check_timeout(timeout_s)
+        check_timeout(receive_timeout_s)
         if not 1 <= rank < terms.world_size:
             raise TransportError(f"transfer group {terms.name!r} has workers 1 to {terms.world_size - 1}; this engine was given "
                                  f"a rank offset that makes this worker rank {rank}")
@@ -126,17 +130,18 @@ class GlooReceiver:
                 raise
             raise TransportError(f"rank {rank} could not connect to all of transfer group {terms.name!r} at "
                                  f"{endpoint(host, port)}: {error}") from error
-        return cls(terms, rank, store, group)
+        return cls(terms, rank, store, group, receive_timeout_s)
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0, stream: Any = None) -> None:
         """Receive the next tensor of the group in place: CPU, contiguous, as many bytes as the source sends.
 
-        Blocks until it is in or the source has closed its end, which raises TransportError at once. `stream` is ignored.
+        Blocks until it is in. Raises TransportError at once where the source has closed its end, and after the group's
+        receive timeout where nothing comes. `stream` is ignored.
         """
         if self._group is None:
             raise TransportError(f"rank {self.rank} has left transfer group {self.terms.name!r}")
         try:
-            start_broadcast(self._group, as_bytes(tensor), IDLE_TIMEOUT_S).wait()
+            start_broadcast(self._group, as_bytes(tensor), self._receive_timeout_s).wait()
         except RuntimeError as error:
             raise TransportError(f"rank {self.rank} of transfer group {self.terms.name!r} received nothing from the source: "
                                  f"{error}") from error
@@ -144,4 +149,4 @@ class GlooReceiver:
     def destroy(self) -> None:
         """Leave the group: connections, threads and file descriptors go. Idempotent."""
         self._group = None
-        self._store = None  # type: ignore[assignment]
+        self._store = None

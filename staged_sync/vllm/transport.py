@@ -231,7 +231,7 @@ class GlooTransferGroup:
         """
         if self._group is None:
             raise TransportError(f"transfer group {self.terms.name!r} is closed")
-        self._sends = [send for send in self._sends if not send.poll() or send.result()]  # raises where one has failed
+        self._forget_ended_sends()
         _check_sendable(self.terms.name, tensors)
         if self.terms.packed:
             buffers = list(pack(tensors, self.terms.packed_buffer_size_bytes))
@@ -262,12 +262,18 @@ class GlooTransferGroup:
         deadline_s = time.monotonic() + timeout_s
         if not all(send.drain(0.0) for send in sends):
             self._break_off()
-            if not all([send.drain(max(deadline_s - time.monotonic(), 0.0)) for send in sends]):
+            if [send for send in sends if not send.drain(max(deadline_s - time.monotonic(), 0.0))]:
                 _never_destroy((group, store, sends))
                 raise DeadlineExceeded(
                     f"transfer group {self.terms.name!r} did not end within {timeout_s:.1f} s of closing: gloo still holds a "
                     f"broadcast, and lets go of it after {IDLE_TIMEOUT_S:.0f} s at the latest. Restart this process if engines "
                     f"stay connected to it")
+
+    def _forget_ended_sends(self) -> None:
+        """Raises where one has failed: the group is broken then."""
+        unfinished = [send for send in self._sends if not send.poll()]
+        _AllSent([send for send in self._sends if send not in unfinished]).result()
+        self._sends = unfinished
 
     def _break_off(self) -> None:
         if self._accepts_at is None or not shut_down_connections(self._accepts_at, self._peers):

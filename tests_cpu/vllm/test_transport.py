@@ -312,6 +312,31 @@ def test_a_group_of_nobody_is_refused() -> None:
         open_gloo_group(listener, name="g", world_size=2, wire=UNPACKED, timeout_s=1)
 
 
+def test_a_source_that_is_stuck_is_noticed_by_the_receiver() -> None:
+    listener = listen("127.0.0.1", None)
+    dial = open_gloo_group(listener, name="stuck", world_size=2, wire=UNPACKED, timeout_s=DEADLINE_S)
+    outcome: list[Any] = []
+
+    def receive() -> None:
+        receiver = GlooReceiver.join(listener.host, listener.port, 1, Terms("stuck", 2, False, 1), timeout_s=DEADLINE_S,
+                                     receive_timeout_s=0.5)
+        began = time.monotonic()
+        try:
+            receiver.broadcast(torch.zeros(4))
+        except TransportError as error:
+            outcome.extend([str(error), time.monotonic() - began])
+        receiver.destroy()
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    group = wait(dial)
+    thread.join(DEADLINE_S)
+    group.close(timeout_s=5)
+    listener.close()
+    assert "rank 1 of transfer group 'stuck' received nothing from the source" in outcome[0]
+    assert 0.5 <= outcome[1] < 5.0
+
+
 def one_cycle() -> None:
     """Open, send, close, with a receiver in a thread of this process."""
     listener = listen("127.0.0.1", None)

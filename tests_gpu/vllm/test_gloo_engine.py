@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -87,6 +89,21 @@ def test_a_tied_head_is_packed_again(make_engine: EngineFactory, tmp_path: Path,
     assert receiver.engine.generate(PROMPTS) == reference(tied)
     heads = cpu_repairs.tied_packed_layers(receiver.transfer_engine.model)
     assert {type(layer).__name__ for layer in heads} == {"VocabParallelEmbedding", "ParallelLMHead"}
+
+
+def test_a_model_that_would_go_stale_is_refused() -> None:
+    experts = torch.nn.Module()
+    experts.quant_method = mock.Mock(spec=["moe_kernel"])
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), experts)
+    with pytest.raises(cpu_repairs.Unrepaired, match=r"(?s)mixture-of-experts.*- 1$"):
+        cpu_repairs.check(model)
+
+
+def test_vllms_experts_are_what_is_refused(vllm_cpu: None) -> None:
+    """The attribute that gives a mixture-of-experts layer away is still vLLM's."""
+    from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+
+    assert "self.moe_kernel" in inspect.getsource(FusedMoEMethodBase.__init__)
 
 
 def test_a_new_group_destroys_the_replaced_one(engine: Receiver) -> None:
