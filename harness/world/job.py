@@ -100,6 +100,25 @@ class SyncJob:
         assert not fine, f"{what} should have failed on every trainer rank; ranks {fine} were content"
         return [outcome.problem for _, outcome in sorted(outcomes.items()) if outcome.problem is not None]
 
+    def plant(self, rank: int, builder: str, /, **place: Any) -> None:
+        """A fault on the process of `rank`: `builder` is a method of `harness.faults.Faults`."""
+        self.world.run("harness.world.planted:plant", on=[rank], deadline=self.deadline, builder=builder, place=place)
+
+    def harvest(self, rank: int) -> None:
+        """The faults planted on `rank` have all struck, exactly once."""
+        self.world.run("harness.world.planted:harvest", on=[rank], deadline=self.deadline)
+
+    def survivors(self, deadline: Deadline, *, dead: int) -> list[Problem]:
+        """An update in which trainer rank `dead` dies: what the others raise. The world is spent afterwards."""
+        self.world.clean = False
+        run = self.world.start("harness.world.trainer:update", on=self.world.trainer_ranks)
+        outcomes = run.wait(deadline, error_grace_s=deadline.limit_s)
+        died = outcomes.pop(dead).problem
+        assert died is not None, f"rank {dead} should have died and returned instead"
+        assert died.kind == "RankDied", f"rank {dead} should have died, but raised {died.line()}"
+        assert all(outcome.problem for outcome in outcomes.values()), "a surviving rank was content"
+        return [outcome.problem for outcome in outcomes.values() if outcome.problem is not None]
+
     def failures_of_first_open(self, deadline: Deadline) -> list[Problem]:
         """As `failures`, of whatever opens the first transfer group: connecting with one stage, updating with several."""
         if self.world.topology.pp == 1:
@@ -131,6 +150,14 @@ class SyncJob:
         """The last update's events of these kinds, of all trainer ranks, in the order in which they happened."""
         told = [event for rank in self.updates[-1] for event in rank["events"] if event["event"] in events]
         return sorted(told, key=lambda event: event["time_s"])
+
+    def renew_engine(self, engine: int) -> None:
+        """A fresh engine in the place of one whose process was replaced."""
+        rank = self.engines[engine].rank
+        (target,) = self.world.run(prepare, on=[rank], deadline=self.deadline, checkpoint=self.checkpoint, args={},
+                                   timeout_s=self._join_s)
+        self.engines[engine] = Engine(rank, target)
+        self.chosen = list(self.engines)
 
     def generate(self) -> list[dict[str, Any]]:
         return self.on_receivers("generate")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,16 +62,22 @@ class PositionLog:
 
 
 class PublishedEvents(deque[Event]):
-    """A trace's ring of events that also writes each one to the position log, before the rank does what it announces."""
+    """A trace's ring of events that also writes each one to the position log, before the rank does what it announces.
 
-    def __init__(self, trace: Trace, log: PositionLog, keep: int = 4096) -> None:
+    `then` sees every event after that, and may raise in the rank's name (planted faults).
+    """
+
+    def __init__(self, trace: Trace, log: PositionLog, *, then: Callable[[Event], None] | None = None, keep: int = 4096) -> None:
         super().__init__(maxlen=keep)
         self._trace = trace
         self._log = log
+        self._then = then
 
     def append(self, event: Event) -> None:
         super().append(event)
         self._log.record(event, self._trace)
+        if self._then is not None:
+            self._then(event)
 
 
 def read_log(path: Path, keep: int = KEEP) -> list[Standing]:

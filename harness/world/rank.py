@@ -48,10 +48,11 @@ class RankContext:
         """Index of this receiver's engine."""
         return self.rank - self.topology.trainers
 
-    def serve(self, target: Any) -> str:
-        """From now on answer remote calls with `target`'s methods; returns the address."""
+    def serve(self, target: Any, before: Callable[[str], None] | None = None) -> str:
+        """From now on answer remote calls with `target`'s methods; returns the address. `before` as in `Server`."""
         if self.server is None:
-            self.server = Server(self.files.engine(self.engine), self.position)
+            # Its own address: what was sent to a process that died must not reach the one in its place.
+            self.server = Server(f"{self.files.engine(self.engine)}.{os.getpid()}", self.position, before)
         self.server.target = target
         return self.server.address
 

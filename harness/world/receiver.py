@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import torch
 
 from harness.checkpoints import config_only_copy, read_checkpoint
 from harness.compare import compare, compare_arrivals
+from harness.world import planted
 from harness.world.rank import RankContext
 from harness.world.readback import read_back, record_unpacked_weights
 from harness.world.rpc import Target, public_methods
@@ -60,10 +63,12 @@ class EngineReport(msgspec.Struct, frozen=True):
 class Arrivals:
     """What came over the wire since the last `forget`, copied before vLLM loads it."""
 
+    before: Callable[[str], None]
     tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     groups: list[str] = field(default_factory=list)
 
     def on_receive(self, _engine: Any, group: Any, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        self.before("receive")
         self.groups.append(group.terms.name)
         self.tensors += [(name, tensor.clone()) for name, tensor in tensors]
 
@@ -89,17 +94,24 @@ def prepare(context: RankContext, *, checkpoint: str, backend: str = "gloo") -> 
 
     home = config_only_copy(checkpoint, context.files.directory / f"config{context.engine}")
     llm = _llm(context, home, load_format="dummy", backend=backend)
-    arrivals = Arrivals()
+    before = partial(planted.at_call, context)
+    arrivals = Arrivals(before)
     GlooWeightTransferEngine.on_receive[:] = [arrivals.on_receive]
     engine = InProcessEngine(llm)
     context.state["receiver"] = Receiver(llm, engine, arrivals)
-    target = Target(f"engine {context.engine}", context.serve(engine), os.getpid(), list(public_methods(engine)))
+    target = Target(f"engine {context.engine}", context.serve(engine, before), os.getpid(), list(public_methods(engine)))
     return msgspec.to_builtins(target)
 
 
 def forget(context: RankContext) -> None:
     """Start a new recording."""
     _receiver(context).arrivals.forget()
+
+
+def state(context: RankContext) -> dict[str, Any]:
+    """What the engine says of itself: version, paused, session (staged_sync.engines.info)."""
+    info: dict[str, Any] = _receiver(context).engine.get_weight_transfer_info()
+    return info
 
 
 def generate(context: RankContext) -> dict[str, Any]:

@@ -7,7 +7,7 @@ error; the kernel says so, no message is needed.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -132,8 +132,11 @@ class _Calls:
 class Server:
     """Answers remote calls with the public methods of `target`, one at a time."""
 
-    def __init__(self, address: str, position: PositionLog | None = None) -> None:
+    def __init__(self, address: str, position: PositionLog | None = None,
+                 before: Callable[[str], None] | None = None) -> None:
+        """`before` sees every method's name first, and may raise in its place (planted faults)."""
         self.address = address
+        self._before = before
         self.target: Any = None
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self.socket.bind(address)
@@ -144,7 +147,7 @@ class Server:
         request = decode(frame)
         assert isinstance(request, Request), request
         self._note(f"handle {request.method}", f"{request.method} to return")
-        reply = answer(self.target, request)
+        reply = answer(self.target, request, self._before)
         ending = "done" if reply.problem is None else f"failed {reply.problem.line()}"
         self._note(f"handle.{ending} {request.method}", "the next scenario or call")
         self.socket.send_multipart([caller, encode(reply)])
@@ -154,11 +157,13 @@ class Server:
             self._position.note(event, waiting_for=waiting_for)
 
 
-def answer(target: Any, request: Request) -> Reply:
+def answer(target: Any, request: Request, before: Callable[[str], None] | None = None) -> Reply:
     """Call the method; its error, or a value that does not travel, becomes the reply's problem."""
     try:
         if request.method not in public_methods(target):
             raise AttributeError(f"{type(target).__name__} has no public method {request.method!r}")
+        if before is not None:
+            before(request.method)
         reply = Reply(request.id, getattr(target, request.method)(**request.kwargs))
         encode(reply)
         return reply

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from harness.megatron_oracle import build_megatron_model, load_step, megatron_args, megatron_forward_logits
+from harness.world import planted
 from harness.world.position import PublishedEvents
 from harness.world.rank import RankContext
 from harness.world.rpc import RemoteHandle, Target
@@ -43,7 +45,7 @@ def setup(context: RankContext, *, checkpoint: str, args: dict[str, Any], timeou
     store = dist.PrefixStore(f"updater/{_count(context, 'updaters')}", context.state["store"])
     updater = UpdateWeightFromDistributed(settings, model, None, model_name=_family(checkpoint),
                                           quantization_config=None, seam=LiveSeam(model, store=store))
-    updater.trace.events = PublishedEvents(updater.trace, context.position)
+    updater.trace.events = PublishedEvents(updater.trace, context.position, then=partial(planted.at_event, context))
     context.state["trainer"] = Trainer(checkpoint, model, updater)
 
 
