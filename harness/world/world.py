@@ -37,10 +37,16 @@ class ScenarioFailed(RuntimeError):
     def __init__(self, function: str, outcomes: dict[int, Outcome], topology: Topology) -> None:
         self.outcomes = outcomes
         lines = [f"scenario {function} failed in the world {topology.text()}:"]
+        said: dict[str, str] = {}
         for rank, outcome in sorted(outcomes.items()):
-            if outcome.problem is not None:
-                lines.append(f"--- {topology.actor(rank)} (rank {rank}): {outcome.problem.line()}")
-                lines.append(outcome.problem.traceback.rstrip())
+            if outcome.problem is None:
+                continue
+            name, line = f"{topology.actor(rank)} (rank {rank})", outcome.problem.line()
+            if line in said:
+                lines.append(f"--- {name}: the same as {said[line]}")
+            else:
+                lines += [f"--- {name}: {line}", outcome.problem.traceback.rstrip()]
+                said[line] = name
         super().__init__("\n".join(lines))
 
 

@@ -34,9 +34,9 @@ def add_ranks(context: RankContext) -> float:
     return tensor.item()
 
 
-def raises_on(context: RankContext, *, rank: int) -> str:
-    if context.rank == rank:
-        raise ValueError(f"planted on rank {rank}")
+def raises_on(context: RankContext, *, ranks: list[int]) -> str:
+    if context.rank in ranks:
+        raise ValueError(f"planted on ranks {ranks}")
     return "fine"
 
 

@@ -49,10 +49,11 @@ def test_ranks_meet_over_torchruns_store(world: World) -> None:
 def test_a_world_serves_many_tests_and_is_replaced_after_a_failed_scenario(pool: WorldPool, world: World) -> None:
     assert pool.get(world.topology) is world
     with pytest.raises(ScenarioFailed) as caught:
-        world.run(dummies.raises_on, on=range(3), deadline=Deadline.after(SOON_S), rank=1)
+        world.run(dummies.raises_on, on=range(3), deadline=Deadline.after(SOON_S), ranks=[1, 2])
     text = str(caught.value)
-    assert "rank1 (rank 1): ValueError: planted on rank 1" in text
-    assert "in raises_on" in text, "the remote traceback must be shown"
+    assert "rank1 (rank 1): ValueError: planted on ranks [1, 2]" in text
+    assert "engine0 (rank 2): the same as rank1 (rank 1)" in text
+    assert text.count("in raises_on") == 1, "the remote traceback must be shown, once"
     assert caught.value.outcomes[0].value == "fine"
     assert pool.get(world.topology) is not world
 
