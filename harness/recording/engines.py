@@ -114,6 +114,7 @@ class StubEngine(Server):
                                   packed_buffer_size_bytes: int = 0) -> None:
         for worker in self.workers:
             held = worker.slot
+            self.kernel.touch((held, "source"), "read")
             self._must(held is None or not held.live, 1,
                        f"{worker.name} is asked to join {group_name} while it holds live group {held and held.name}")
         wire = Wire("nccl" if backend == "nccl" else "gloo", packed, packed_buffer_size_bytes)
@@ -182,6 +183,7 @@ class StubEngine(Server):
         self.kernel.wait(lambda: all(t.finished for t in tasks) or any(t.error for t in tasks),
                          Waiting(what, self.name, missing=self._busy_text))
         for task in tasks:
+            self.kernel.touch((task, "ends"), "await" if task.finished else "peek")
             if task.error is not None:
                 raise task.error
 

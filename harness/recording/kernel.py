@@ -7,23 +7,25 @@ nobody waits for time to pass); when there is no deadline either, that is a `Dea
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from greenlet import GreenletExit, getcurrent, greenlet
 
+from harness.recording.access import Access
 from harness.recording.scheduler import Scheduler, round_robin
 
 MAX_STEPS = 1_000_000
 
 
 class Deadlock(AssertionError):
-    """Nobody can run and no deadline will ever wake anybody. `table` says who waits for what."""
+    """Nobody can run. `table` says who waits for what. `bounded`: a deadline would end some wait, with an error."""
 
-    def __init__(self, table: str) -> None:
+    def __init__(self, table: str, *, bounded: bool = False) -> None:
         self.table = table
-        super().__init__(f"deadlock: nobody can run and no deadline is pending\n{table}")
+        why = "only a deadline would end this" if bounded else "no deadline is pending"
+        super().__init__(f"deadlock: nobody can run and {why}\n{table}")
 
 
 class StepBound(AssertionError):
@@ -32,11 +34,12 @@ class StepBound(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """What a task waits for. `missing` is asked only when a report is printed."""
+    """What a task waits for. `missing` is asked only when a report is printed. `for_time`: it wants nothing but time to pass."""
 
     operation: str
     group: str = ""
     missing: Callable[[], str] = lambda: ""
+    for_time: bool = False
 
 
 IDLE = Waiting("idle")
@@ -62,14 +65,22 @@ class Task:
 
 
 class Kernel:
-    """Runs tasks one at a time. `table` renders the blocked tasks for reports (the world adds positions)."""
+    """Runs tasks one at a time. `table` renders the blocked tasks for reports (the world adds positions).
+
+    `preemptive`: a task gives way at every `give_way()`, not only where it waits. `patient`: a wait for several works is over
+    only when its outcome is clear. `stall_is_deadlock`: nobody is let off by a deadline.
+    """
 
     def __init__(self, scheduler: Scheduler = round_robin, *, max_steps: int = MAX_STEPS,
                  table: Callable[[Sequence[Task]], str] | None = None) -> None:
         self.now_s = 0.0
         self.tasks: list[Task] = []
         self.stalls: list[str] = []
+        self.endless: list[str] = []
+        """Waits without a deadline of tasks that are no daemons."""
         self.closing = False
+        self.preemptive = self.patient = self.stall_is_deadlock = False
+        self.touch: Callable[[Hashable, Access], None] = _nobody_listens
         self._scheduler = scheduler
         self._max_steps = max_steps
         self._table = table or plain_table
@@ -83,17 +94,29 @@ class Kernel:
         task = Task(self._spawned, name, daemon, function, greenlet(self._body, parent=self._hub))
         self._spawned += 1
         self.tasks.append(task)
+        if self._current is not None:
+            self.touch((task, "begins"), "set")
         return task
 
     def wait(self, ready: Callable[[], bool], waiting: Waiting, *, deadline_s: float = math.inf) -> bool:
         """Give way until `ready()` (True) or the clock reaches `deadline_s` (False). Always a scheduling point."""
         task = self._task()
+        if deadline_s == math.inf and not task.daemon:
+            self.endless.append(f"{task.name} waits without a deadline in {waiting.operation} {waiting.group}".rstrip())
         task.ready, task.waiting, task.deadline_s = ready, waiting, deadline_s
         self._hub.switch()
         if self.closing:
             raise GreenletExit
         task.waiting, task.ready, task.deadline_s = None, _always, math.inf
         return ready()
+
+    def give_way(self) -> None:
+        """Let others run first, where the kernel is preemptive: what comes next may come late."""
+        if not self.preemptive or self.closing or self._current is None:
+            return
+        self._hub.switch()
+        if self.closing:
+            raise GreenletExit
 
     def die(self) -> None:
         """The current task ends here as a killed process does: no `finally` of it runs while the run lasts."""
@@ -137,6 +160,7 @@ class Kernel:
 
     def _body(self, task: Task) -> None:
         try:
+            self.touch((task, "begins"), "await")
             task.result = task.function()
         except GreenletExit:
             pass
@@ -144,6 +168,7 @@ class Kernel:
             task.error = error
         finally:
             task.finished, task.waiting = True, None
+            self.touch((task, "ends"), "fail" if task.error else "set")
 
     def _task(self) -> Task:
         if self.closing:
@@ -167,12 +192,14 @@ class Kernel:
 
     def _advance_clock(self) -> None:
         table = self._table(self.blocked())
-        pending = [t.deadline_s for t in self.tasks if not t.finished and t.deadline_s < math.inf]
-        if not pending:
-            raise Deadlock(table)
+        pending = [t for t in self.tasks if not t.finished and t.deadline_s < math.inf]
+        first = min(pending, key=lambda t: t.deadline_s, default=None)
+        sleeps = first is not None and first.waiting is not None and first.waiting.for_time
+        if first is None or (self.stall_is_deadlock and not sleeps):
+            raise Deadlock(table, bounded=first is not None)
         if not self.stalls or self.stalls[-1] != table:
             self.stalls.append(table)
-        self.now_s = min(pending)
+        self.now_s = first.deadline_s
 
 
 def plain_table(tasks: Sequence[Task]) -> str:
@@ -183,3 +210,7 @@ def plain_table(tasks: Sequence[Task]) -> str:
 
 def _always() -> bool:
     return True
+
+
+def _nobody_listens(thing: Hashable, access: Access) -> None:
+    """`Kernel.touch` by default."""

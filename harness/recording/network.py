@@ -34,7 +34,7 @@ class RecordedListener:
         """Release the port and end a dial under way: workers that wait there fail. A group that came up stays."""
         self.closed = True
         if self.channel is not None and not self.channel.complete:
-            self.channel.closed.add(0)
+            self.channel.leave(0)
 
 
 @dataclass(eq=False)
@@ -45,6 +45,7 @@ class Channel:
     world_size: int
     wire: Wire
     source: int
+    kernel: Kernel = field(repr=False)
     members: dict[int, str] = field(default_factory=dict)
     closed: set[int] = field(default_factory=set)
     broken: str = ""
@@ -62,6 +63,11 @@ class Channel:
         """The source has not closed its end."""
         return 0 not in self.closed
 
+    def leave(self, rank: int) -> None:
+        """One end is closed: whoever waits for it fails."""
+        self.kernel.touch((self, "source" if rank == 0 else "left"), "write" if rank == 0 else "add")
+        self.closed.add(rank)
+
     def absent(self) -> str:
         missing = [rank for rank in range(1, self.world_size) if rank not in self.members]
         return f"group rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
@@ -73,11 +79,14 @@ class Channel:
         if rank in self.members or not 1 <= rank < world_size:
             holder = self.members.get(rank, "nobody: it is out of range")
             raise TransportError(f"{worker} joins {self.name} as rank {rank}, which belongs to {holder}")
+        self.kernel.touch((self, "members"), "add")
         self.members[rank] = worker
         self.taken[rank] = 0
 
     def post(self, frames: Sequence[torch.Tensor]) -> int:
         """Queue frames for all workers; returns how many a worker must have taken for this send to be over."""
+        for i in range(len(frames)):
+            self.kernel.touch((self, "frame", len(self.frames) + i), "set")
         self.frames.extend(frames)
         self.sizes.extend(frame.numel() for frame in frames)
         return len(self.frames)
@@ -103,6 +112,8 @@ class Channel:
             self.broken = (f"transfer group {self.name}: {self.members[rank]} expects a broadcast of {nbytes} bytes, "
                            f"rank {self.source} sends {frame.numel()}")
             raise TransportError(self.broken)
+        self.kernel.touch((self, "frame", self.taken[rank]), "await")
+        self.kernel.touch((self, "taken", self.taken[rank]), "add")
         self.taken[rank] += 1
         copy = frame.clone()
         self._forget()
@@ -135,6 +146,8 @@ class Network:
 
     def listen(self, host: str, port_range: tuple[int, int] | None) -> RecordedListener:
         """Bind the next free port: deterministic, so that logs can be compared."""
+        self._kernel.give_way()
+        self._kernel.touch((self, "ports"), "write")
         port = self._free_port(host, port_range)
         listener = self._listeners[host, port] = RecordedListener(host, port)
         return listener
@@ -146,7 +159,8 @@ class Network:
     def open(self, listener: RecordedListener, name: str, world_size: int, wire: Wire, source: int) -> Channel:
         if listener.closed or listener.channel is not None:
             raise TransportError(f"listener {listener.host}:{listener.port} is closed or already serves a group")
-        listener.channel = Channel(name, world_size, wire, source)
+        self._kernel.touch(listener, "set")
+        listener.channel = Channel(name, world_size, wire, source, self._kernel)
         self.channels.append(listener.channel)
         return listener.channel
 
@@ -158,11 +172,14 @@ class Network:
         channel = self._channel(address)
         if channel is None:
             raise DeadlineExceeded(f"{worker}: nobody listened at {address[0]}:{address[1]} within {WORKER_JOIN_S:g} s")
+        self._kernel.touch(self._listeners[address], "await")
         channel.join(rank, world_size, worker)
         waiting = Waiting("join", channel.name, missing=channel.absent)
         self._kernel.wait(lambda: channel.complete or not channel.live, waiting, deadline_s=deadline_s)
+        self._kernel.touch((channel, "members"), "await" if channel.complete else "read")
+        self._kernel.touch((channel, "source"), "read")
         if not channel.complete or not channel.live:
-            channel.closed.add(rank)
+            channel.leave(rank)
             raise TransportError(f"{worker}: rendezvous of {channel.name} failed, missing {channel.absent()}")
         return channel
 
@@ -170,6 +187,7 @@ class Network:
         """A worker's side of one broadcast from rank 0."""
         self._kernel.wait(lambda: channel.has_frame(rank) or not channel.live or bool(channel.broken),
                           Waiting("receive", channel.name, missing=lambda: f"rank {channel.source}"))
+        self._kernel.touch((channel, "source"), "read")
         if channel.broken:
             raise TransportError(channel.broken)
         if not channel.has_frame(rank) or not channel.live:

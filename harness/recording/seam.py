@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -35,7 +35,7 @@ class RecordingSeam:
         return self._world.kernel.now_s
 
     def sleep(self, seconds: float) -> None:
-        self._world.kernel.wait(_never, Waiting("sleep"), deadline_s=self.now() + finite(seconds))
+        self._world.kernel.wait(_never, Waiting("sleep", for_time=True), deadline_s=self.now() + finite(seconds))
 
     def wait_any(self, works: Sequence[Work[Any]], *, timeout_s: float) -> bool:
         if not works:
@@ -43,8 +43,10 @@ class RecordingSeam:
         kernel = self._world.kernel
         until_s = kernel.now_s + finite(timeout_s)
         wake_s = min([until_s, *(getattr(work, "expires_s", math.inf) for work in works)])
-        waiting = Waiting("wait_any", _groups(works), missing=lambda: "; ".join(_label(w) for w in works if not w.poll()))
-        return kernel.wait(lambda: any(work.poll() for work in works), waiting, deadline_s=wake_s)
+        waiting = Waiting("wait_any", _groups(works), missing=lambda: "; ".join(_label(w) for w in works if not _ended(w)))
+        ready = _is_clear if kernel.patient else _has_begun_to_end
+        kernel.wait(lambda: ready(works), waiting, deadline_s=wake_s)
+        return _has_begun_to_end(works)
 
     # --- the trainer's own groups ---------------------------------------------------------------------------------
     def all_gather(self, tensor: torch.Tensor, group: GatherGroup, *, timeout_s: float) -> list[torch.Tensor]:
@@ -65,9 +67,11 @@ class RecordingSeam:
         return RecordedControlGroup(collective, self._rank)
 
     def broken_control_generation(self) -> int:
+        self._world.kernel.touch("broken control groups", "read")
         return max(self._world.broken_control, default=-1)
 
     def report_broken_control(self, generation: int, reason: str) -> str:
+        self._world.kernel.touch("broken control groups", "write")
         return self._world.broken_control.setdefault(generation, reason)
 
     # --- engines --------------------------------------------------------------------------------------------------
@@ -86,6 +90,7 @@ class RecordingSeam:
                             timeout_s: float) -> Work[RecordedTransferGroup]:
         if not isinstance(listener, RecordedListener):
             raise TypeError(f"not a listener of this seam: {listener!r}")
+        self._world.kernel.give_way()
         channel = self._world.network.open(listener, name, world_size, wire, self._rank)
         return DialWork(self, channel, self.now() + finite(timeout_s))
 
@@ -104,13 +109,20 @@ class DialWork:
         self._channel = channel
         self.group_name = channel.name
 
+    def ended(self) -> bool:
+        return self._channel.complete or self.failed()
+
+    def failed(self) -> bool:
+        return not self._channel.complete and self._seam.now() >= self.expires_s
+
     def poll(self) -> bool:
-        return self._channel.complete or self._seam.now() >= self.expires_s
+        self._channel.kernel.touch((self._channel, "members"), "await" if self._channel.complete else "peek")
+        return self.ended()
 
     def result(self) -> RecordedTransferGroup:
         if self._channel.complete:
             return RecordedTransferGroup(self._seam, self._channel)
-        self._channel.closed.add(0)
+        self._channel.leave(0)
         raise DeadlineExceeded(f"transfer group {self._channel.name}: {self._channel.absent()} did not join in time")
 
 
@@ -128,8 +140,17 @@ class SendWork:
     def label(self) -> str:
         return f"{self._channel.name}: {self._channel.waiting_for(self._upto)} to receive"
 
-    def poll(self) -> bool:
+    def ended(self) -> bool:
         return self._channel.over(self._upto)
+
+    def failed(self) -> bool:
+        return bool(self._channel.problem(self._upto))
+
+    def poll(self) -> bool:
+        over, touch = self.ended(), self._channel.kernel.touch
+        touch((self._channel, "taken", self._upto - 1), "await" if over else "peek")
+        touch((self._channel, "left"), "read")
+        return over
 
     def result(self) -> None:
         if problem := self._channel.problem(self._upto):
@@ -146,6 +167,7 @@ class RecordedTransferGroup:
     def send(self, tensors: Sequence[torch.Tensor]) -> SendWork:
         if not self._channel.live:
             raise TransportError(f"transfer group {self._channel.name} is closed: it cannot move bytes")
+        self._channel.kernel.give_way()
         return SendWork(self._channel, self._channel.post(frames(tensors, self._channel.wire)))
 
     def synchronize(self) -> SendWork:
@@ -153,11 +175,32 @@ class RecordedTransferGroup:
 
     def close(self, *, timeout_s: float) -> None:
         finite(timeout_s)
-        self._channel.closed.add(0)
+        self._channel.kernel.give_way()
+        self._channel.leave(0)
 
 
 def _groups(works: Sequence[Work[Any]]) -> str:
     return ", ".join(dict.fromkeys(name for work in works if (name := getattr(work, "group_name", ""))))
+
+
+def _has_begun_to_end(works: Sequence[Work[Any]]) -> bool:
+    return any(_ended(work) for work in works)
+
+
+def _is_clear(works: Sequence[Work[Any]]) -> bool:
+    """All have ended, or one has failed. Waking before, a caller that needs all of them would only wait again."""
+    return all(_ended(work) for work in works) or any(_ended(work) and _failed(work) for work in works)
+
+
+def _ended(work: Work[Any]) -> bool:
+    """`poll`, asked by the kernel: no task has looked."""
+    ask: Callable[[], bool] = getattr(work, "ended", work.poll)
+    return ask()
+
+
+def _failed(work: Work[Any]) -> bool:
+    ask: Callable[[], bool] | None = getattr(work, "failed", None)
+    return ask is not None and ask()
 
 
 def _label(work: Work[Any]) -> str:

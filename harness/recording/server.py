@@ -18,12 +18,21 @@ class Reference:
     """The reply of one call, once there is one: Ray's object reference, and a `Work` to the library."""
 
     label: str
+    kernel: Kernel = field(repr=False)
     done: bool = False
     value: Any = None
     error: BaseException | None = None
     expires_s: float = field(default=float("inf"), repr=False)
 
+    def ended(self) -> bool:
+        """`poll`, asked by the kernel and not by a task."""
+        return self.done
+
+    def failed(self) -> bool:
+        return self.error is not None
+
     def poll(self) -> bool:
+        self.kernel.touch(self, "await" if self.done else "peek")
         return self.done
 
     def result(self) -> Any:
@@ -35,10 +44,11 @@ class Reference:
 
     def settle(self, value: Any = None, error: BaseException | None = None) -> None:
         if not self.done:
+            self.kernel.touch(self, "fail" if error is not None else "set")
             self.done, self.value, self.error = True, value, error
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Call:
     method: str
     arguments: dict[str, Any]
@@ -60,12 +70,16 @@ class Server:
         self._task = kernel.spawn(name, self._serve, daemon=True)
 
     def submit(self, method: str, arguments: dict[str, Any]) -> Reference:
-        reference = Reference(f"{method} of {self.name}")
+        self.kernel.give_way()
+        reference = Reference(f"{method} of {self.name}", self.kernel)
         if self.dead:
             reference.settle(error=ServerDied(f"{self.name} is dead"))
         else:
+            call = Call(method, arguments, reference)
+            self.kernel.touch((self, "queue"), "enqueue")
+            self.kernel.touch(call, "set")
             self._open.append(reference)
-            self._queue.append(Call(method, arguments, reference))
+            self._queue.append(call)
         return reference
 
     def kill(self) -> None:
@@ -90,6 +104,7 @@ class Server:
                 self._handle(self._queue.popleft())
 
     def _handle(self, call: Call) -> None:
+        self.kernel.touch(call, "await")
         try:
             call.reference.settle(self.perform(call))
         except Exception as error:  # a server's exception is its reply

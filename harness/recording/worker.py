@@ -66,7 +66,7 @@ class StubWorker:
         for channel in self._network.channels:
             for rank, member in channel.members.items():
                 if member == self.name:
-                    channel.closed.add(rank)
+                    channel.leave(rank)
 
     # --- the session ----------------------------------------------------------------------------------------------
     def start(self) -> None:
@@ -144,4 +144,4 @@ class StubWorker:
 
     def _leave(self, channel: Channel | None) -> None:
         if channel is not None:
-            channel.closed.add(self._rank)
+            channel.leave(self._rank)
