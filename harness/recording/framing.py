@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from harness.recording.network import Specs
 from staged_sync.errors import TransportError
 from staged_sync.seam import Wire
 
@@ -37,6 +38,12 @@ def frames(tensors: Sequence[torch.Tensor], wire: Wire) -> list[torch.Tensor]:
     parts = [as_bytes(tensor) for tensor in tensors]
     plan = chunks([part.numel() for part in parts], wire)
     return [parts[c[0]] if not wire.packed else torch.cat([parts[i] for i in c]) for c in plan]
+
+
+def specs(tensors: Sequence[torch.Tensor], wire: Wire) -> list[Specs]:
+    """What each of the `frames` is made of."""
+    each = [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
+    return [tuple(each[i] for i in c) for c in chunks([tensor.numel() * tensor.element_size() for tensor in tensors], wire)]
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

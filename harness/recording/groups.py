@@ -20,6 +20,7 @@ class Collective:
         self.absent: tuple[int, ...] = ()
         self._kernel = kernel
         self._turn: dict[int, int] = dict.fromkeys(self.members, 0)
+        self._operations: dict[int, str] = {}
         self._boxes: defaultdict[int, dict[int, Any]] = defaultdict(dict)
 
     def exchange(self, rank: int, value: Any, *, operation: str, timeout_s: float) -> list[Any]:
@@ -33,16 +34,24 @@ class Collective:
         self._kernel.give_way()
         self._kernel.touch((self, turn), "add")
         box[rank] = value
+        self._compare(turn, rank, operation)
         self._kernel.wait(lambda: bool(self.absent) or len(box) == len(self.members),
                           Waiting(operation, self.name, missing=lambda: ranks_text(self._missing(box))),
                           deadline_s=self._kernel.now_s + timeout_s)
         self._kernel.touch((self, turn), "await")
         if len(box) == len(self.members):
             self._boxes.pop(turn, None)
+            self._operations.pop(turn, None)
             return [box[member] for member in self.members]
         self._kernel.touch((self, "absent"), "write")
         self.absent = self.absent or self._missing(box)
         raise self._broken(operation, f" within {timeout_s:g} s")
+
+    def _compare(self, turn: int, rank: int, operation: str) -> None:
+        first = self._operations.setdefault(turn, operation)
+        if operation != first:
+            self._kernel.note(f"mismatch: in group {self.name}, turn {turn}, rank {rank} calls '{operation}' where others call "
+                              f"'{first}'")
 
     def _broken(self, operation: str, when: str = ", earlier; the group is dead since") -> RanksAbsent:
         return RanksAbsent(f"{operation} in group {self.name}: {ranks_text(self.absent)} did not come{when}", self.absent)

@@ -28,19 +28,21 @@ class RecordingJob:
             job.connect().check()
             update = job.update().check()
             calls(update.events, rank=3)
+
+    `folder`: a checkpoint directory written before, for those who make many jobs of one table.
     """
 
     def __init__(self, *, table: Table | None = None, engines: Sequence[int | EngineOptions] = (1,),
                  args: Mapping[str, Any] | None = None, faults: Faults | None = None,
                  scheduler: Scheduler = round_robin, max_steps: int = MAX_STEPS, make_exporter: MakeExporter | None = None,
                  engine_handles: Callable[[RankContext, list[Any]], list[Any]] | None = None,
-                 checkpoint: Table | None = None, **layout: Any) -> None:
+                 checkpoint: Table | None = None, folder: Path | None = None, **layout: Any) -> None:
         self.table = table or small_table(layout.get("pp", 1))
         self.step = 1
-        self._folder = tempfile.TemporaryDirectory(prefix="recording-")
-        metas = hf_metas(checkpoint or self.table)
-        write_checkpoint(Path(self._folder.name), metas.values())
-        folders = {"hf_checkpoint": self._folder.name, "update_weight_report_folder": self._folder.name}
+        self._folder = None if folder else tempfile.TemporaryDirectory(prefix="recording-")
+        if self._folder is not None:
+            folder = write_checkpoint(Path(self._folder.name), hf_metas(checkpoint or self.table).values())
+        folders = {"hf_checkpoint": str(folder), "update_weight_report_folder": str(folder)}
         self.args = make_args(**{**folders, **(args or {})})
         self.world = RecordingWorld(engines=engines, model=hf_metas(self.table), faults=faults, scheduler=scheduler,
                                     max_steps=max_steps, **layout)
@@ -56,7 +58,8 @@ class RecordingJob:
 
     def close(self) -> None:
         self.world.close()
-        self._folder.cleanup()
+        if self._folder is not None:
+            self._folder.cleanup()
 
     @property
     def counts(self) -> list[int]:

@@ -81,7 +81,9 @@ class Kernel:
         self.closing = False
         self.preemptive = self.patient = self.stall_is_deadlock = False
         self.touch: Callable[[Hashable, Access], None] = _nobody_listens
-        self._scheduler = scheduler
+        self.note: Callable[[str], None] = lambda violation: None
+        """Told of what must not happen and yet does not stop anybody."""
+        self.scheduler = scheduler
         self._max_steps = max_steps
         self._table = table or plain_table
         self._hub = getcurrent()
@@ -143,8 +145,9 @@ class Kernel:
         return [t for t in self.tasks if not t.finished and t.waiting is not None and t.waiting is not IDLE]
 
     def reap(self) -> None:
-        """Forget finished tasks, so that a long world does not slow down."""
+        """Forget finished tasks and who ran last, so that the next run begins like the first."""
         self.tasks = [task for task in self.tasks if not task.finished]
+        self._previous = None
 
     def kill(self, tasks: Sequence[Task]) -> None:
         """Unwind what has not ended. Their `finally` blocks run, but every wait in them ends at once."""
@@ -181,7 +184,7 @@ class Kernel:
         return [t for t in self.tasks if not t.finished and (t.deadline_s <= self.now_s or t.ready())]
 
     def _step(self, runnable: Sequence[Task]) -> None:
-        self._current = self._previous = self._scheduler(runnable, self._previous)
+        self._current = self._previous = self.scheduler(runnable, self._previous)
         self._enter(self._current)
         self._current = None
 

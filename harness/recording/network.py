@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 
@@ -17,6 +18,9 @@ from staged_sync.seam import Wire
 
 HOST = "10.0.0.1"
 FIRST_PORT = 20000
+Specs: TypeAlias = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
+"""dtype and shape of the tensors in one broadcast."""
+
 WORKER_JOIN_S = 300.0
 """How long a stock vLLM worker waits in its rendezvous; not settable from outside."""
 
@@ -50,6 +54,8 @@ class Channel:
     closed: set[int] = field(default_factory=set)
     broken: str = ""
     frames: list[torch.Tensor | None] = field(default_factory=list)
+    specs: list[Specs] = field(default_factory=list)
+    """What each broadcast is made of, as its sender has it."""
     sizes: list[int] = field(default_factory=list)
     """Bytes of every broadcast so far, in order."""
     taken: dict[int, int] = field(default_factory=dict)
@@ -83,11 +89,12 @@ class Channel:
         self.members[rank] = worker
         self.taken[rank] = 0
 
-    def post(self, frames: Sequence[torch.Tensor]) -> int:
+    def post(self, frames: Sequence[torch.Tensor], specs: Sequence[Specs]) -> int:
         """Queue frames for all workers; returns how many a worker must have taken for this send to be over."""
         for i in range(len(frames)):
             self.kernel.touch((self, "frame", len(self.frames) + i), "set")
         self.frames.extend(frames)
+        self.specs.extend(specs)
         self.sizes.extend(frame.numel() for frame in frames)
         return len(self.frames)
 
@@ -104,10 +111,13 @@ class Channel:
         gone = [self.members[rank] for rank in late if rank in self.closed]
         return f"connection closed by peer: {', '.join(gone)} left transfer group {self.name}" if gone else ""
 
-    def take(self, rank: int, nbytes: int) -> torch.Tensor:
+    def take(self, rank: int, nbytes: int, specs: Specs) -> torch.Tensor:
         """The next frame, copied out of the sender's memory at this moment. Ask `has_frame` first."""
-        frame = self.frames[self.taken[rank]]
+        frame, sent = self.frames[self.taken[rank]], self.specs[self.taken[rank]]
         assert frame is not None
+        if sent != specs:
+            self.kernel.note(f"mismatch: over transfer group {self.name}, {self.members[rank]} receives {_shown(specs)}, "
+                             f"rank {self.source} sends {_shown(sent)}")
         if frame.numel() != nbytes:
             self.broken = (f"transfer group {self.name}: {self.members[rank]} expects a broadcast of {nbytes} bytes, "
                            f"rank {self.source} sends {frame.numel()}")
@@ -139,6 +149,12 @@ class Network:
         self._kernel = kernel
         self._listeners: dict[tuple[str, int], RecordedListener] = {}
         self._next_port = FIRST_PORT
+
+    def forget(self) -> None:
+        """Drop what is closed, and count ports as after a fresh start: the next update begins like the first."""
+        self.channels = self.live()
+        self._listeners = {address: held for address, held in self._listeners.items() if not self._released(held)}
+        self._next_port = max([port + 1 for _, port in self._listeners], default=FIRST_PORT)
 
     def live(self) -> list[Channel]:
         """Transfer groups whose source has not closed them, oldest first."""
@@ -183,7 +199,7 @@ class Network:
             raise TransportError(f"{worker}: rendezvous of {channel.name} failed, missing {channel.absent()}")
         return channel
 
-    def receive(self, channel: Channel, rank: int, nbytes: int) -> torch.Tensor:
+    def receive(self, channel: Channel, rank: int, nbytes: int, specs: Specs) -> torch.Tensor:
         """A worker's side of one broadcast from rank 0."""
         self._kernel.wait(lambda: channel.has_frame(rank) or not channel.live or bool(channel.broken),
                           Waiting("receive", channel.name, missing=lambda: f"rank {channel.source}"))
@@ -192,7 +208,7 @@ class Network:
             raise TransportError(channel.broken)
         if not channel.has_frame(rank) or not channel.live:
             raise TransportError(f"connection closed by peer: rank {channel.source} left transfer group {channel.name}")
-        return channel.take(rank, nbytes)
+        return channel.take(rank, nbytes, specs)
 
     def _channel(self, address: tuple[str, int]) -> Channel | None:
         listener = self._listeners.get(address)
@@ -210,3 +226,7 @@ class Network:
     @staticmethod
     def _released(listener: RecordedListener) -> bool:
         return listener.closed if listener.channel is None else not listener.channel.live
+
+
+def _shown(specs: Specs) -> str:
+    return " + ".join(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for dtype, shape in specs)

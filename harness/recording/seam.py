@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from harness.recording.framing import frames
+from harness.recording.framing import frames, specs
 from harness.recording.groups import RecordedControlGroup, finite
 from harness.recording.kernel import Waiting
 from harness.recording.network import HOST, Channel, RecordedListener
@@ -168,7 +168,8 @@ class RecordedTransferGroup:
         if not self._channel.live:
             raise TransportError(f"transfer group {self._channel.name} is closed: it cannot move bytes")
         self._channel.kernel.give_way()
-        return SendWork(self._channel, self._channel.post(frames(tensors, self._channel.wire)))
+        wire = self._channel.wire
+        return SendWork(self._channel, self._channel.post(frames(tensors, wire), specs(tensors, wire)))
 
     def synchronize(self) -> SendWork:
         return SendWork(self._channel, len(self._channel.frames))

@@ -124,7 +124,8 @@ class StubWorker:
         self._record("receive.done", **about)
 
     def _receive_chunk(self, channel: Channel, metas: Sequence[TensorMeta]) -> None:
-        data = self._network.receive(channel, self._rank, sum(meta.nbytes for meta in metas))
+        specs = tuple((meta.dtype, meta.shape) for meta in metas)
+        data = self._network.receive(channel, self._rank, sum(meta.nbytes for meta in metas), specs)
         for meta, part in zip(metas, data.split([meta.nbytes for meta in metas]), strict=True):
             self._load(meta, part.clone().view(meta.dtype).reshape(meta.shape))
 

@@ -72,6 +72,7 @@ class RecordingWorld:
         self.events.on_event = self._strike
         self.violations: list[str] = []
         self.kernel = Kernel(scheduler, max_steps=max_steps, table=lambda tasks: wait_table(tasks, self.events))
+        self.kernel.note = self._note
         self.network = Network(self.kernel)
         self.broken_control: dict[int, str] = {}
         self._control: dict[int, Collective] = {}
@@ -152,7 +153,8 @@ class RecordingWorld:
             raise InjectedFailure(fault.text())
 
     def _note(self, violation: str) -> None:
-        self.violations.append(f"{violation} (after event {len(self.events) - 1}: {self.events[-1].text()})")
+        last = f" (after event {len(self.events) - 1}: {self.events[-1].text()})" if self.events else ""
+        self.violations.append(violation + last)
 
     def _unwind(self, tasks: Sequence[Task]) -> None:
         """End what has not ended; what their `finally` blocks would log did not happen in this world."""
