@@ -76,6 +76,20 @@ class Session:
         """Clear every engine's session without communication; what went wrong, as text. Harmless where none is open."""
         return self._best_effort(list(self._indices()), abandon.METHOD, abandon.request(), deadline, abandon.objection)
 
+    def clear(self, deadline: Deadline, grace_s: float) -> list[str]:
+        """Before the first start after a failed update: make sure that no session is open and none has left anything behind.
+
+        vLLM keeps what an abandoned session had loaded into an unfinished layer, and would count the next session's weights
+        on top of it. Our own adapter rolls that back at its start; for other engines an empty session does (start, finish:
+        nothing is generated in between, no version is given).
+        """
+        troubles = self.abandon(deadline)
+        foreign = [i for i in self._indices() if not self._seam.has_method(self._fleet.engines[i], "get_weight_transfer_info")]
+        if foreign:
+            self._ask("start_weight_update", deadline, grace_s, engines=foreign, is_checkpoint_format=True)
+            self._ask("finish_weight_update", deadline, grace_s, engines=foreign)
+        return troubles
+
     def _indices(self) -> range:
         return range(len(self._fleet.engines))
 

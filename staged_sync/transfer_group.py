@@ -103,14 +103,14 @@ def open_group(seam: Seam, trace: Trace, fleet: Fleet, name: str, wire: Wire, de
     listener = seam.listen(address=address, port_range=port_range)
     try:
         trace.record("listen", detail=f"{listener.host}:{listener.port}")
-        group = _dial(seam, trace, fleet, name, wire, listener, world_size, deadline)
+        group = _dial(seam, trace, fleet, name, wire, listener, world_size, deadline, call_s=timeouts.call_s)
     finally:
         listener.close()
     return OpenGroup(seam, trace, fleet, name, wire, timeouts, group)
 
 
 def _dial(seam: Seam, trace: Trace, fleet: Fleet, name: str, wire: Wire, listener: Listener, world_size: int,
-          deadline: Deadline) -> TransferGroup:
+          deadline: Deadline, *, call_s: float) -> TransferGroup:
     # The store is up before anybody is told where it is.
     dial = Pending(f"{world_size - 1} workers to join {name} at {listener.host}:{listener.port}",
                    seam.open_transfer_group(listener, name=name, world_size=world_size, wire=wire,
@@ -120,7 +120,8 @@ def _dial(seam: Seam, trace: Trace, fleet: Fleet, name: str, wire: Wire, listene
         for i, (engine, offset) in enumerate(zip(fleet.engines, rank_offsets(fleet.counts), strict=True)):
             agreed: dict[str, Any] = {}
             if fleet.packed_in_init[i]:
-                agreed = {"packed": wire.packed, "packed_buffer_size_bytes": wire.packed_buffer_size_bytes}
+                agreed = {"packed": wire.packed, "packed_buffer_size_bytes": wire.packed_buffer_size_bytes,
+                          "timeout_s": call_s}
             joins.append(call_engine(seam, trace, i, engine, "init_weights_update_group", master_address=listener.host,
                                      master_port=listener.port, rank_offset=offset, world_size=world_size, group_name=name,
                                      backend=wire.backend, **agreed))

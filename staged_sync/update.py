@@ -110,7 +110,7 @@ class Update:
                 session.flush(deadline, grace_s)
             case "start":
                 if self._sessions_left_open:
-                    _warn(session.abandon(deadline))
+                    _warn(session.clear(deadline, grace_s))
                 session.start(deadline, grace_s)
             case "finish":
                 session.finish(self._version, deadline, grace_s)

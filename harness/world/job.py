@@ -51,16 +51,17 @@ class SyncJob:
     """Trainer ranks with `checkpoint`'s weights, engines with none, and the library between them."""
 
     def __init__(self, world: World, checkpoint: str, deadline: Deadline, *, scenario: str = "main job",
-                 engines: int | None = None, args: dict[str, Any] | None = None) -> None:
+                 engines: int | None = None, args: dict[str, Any] | None = None, backend: str = "gloo") -> None:
         self.world = world
         self.deadline = deadline
         self.scenario = scenario
         self.checkpoint = checkpoint
+        self.backend = backend
         self.updates: list[list[dict[str, Any]]] = []
         """What `trainer.update` returned, by update and rank."""
         receivers = list(world.receiver_ranks)[:engines]
         values = world.run(prepare, on=[*world.trainer_ranks, *receivers], deadline=deadline, checkpoint=checkpoint,
-                           args=args or {}, timeout_s=self._join_s)
+                           args=args or {}, timeout_s=self._join_s, backend=backend)
         self.engines = [Engine(rank, target) for rank, target in
                         zip(receivers, values[world.topology.trainers:], strict=True)]
         self.chosen = self.engines
@@ -85,6 +86,10 @@ class SyncJob:
 
     def connect(self, counts: Sequence[int] | None = None) -> None:
         self.on_trainers("connect", **self._engines(counts))
+
+    def connect_as(self, scenario: str) -> None:
+        """`connect` by another scenario of the trainer ranks."""
+        self.world.run(scenario, on=self.world.trainer_ranks, deadline=self.deadline, **self._engines(None))
 
     def _engines(self, counts: Sequence[int] | None) -> dict[str, Any]:
         return {"engines": [engine.target for engine in self.chosen], "lock": self.lock,
@@ -155,7 +160,7 @@ class SyncJob:
         """A fresh engine in the place of one whose process was replaced."""
         rank = self.engines[engine].rank
         (target,) = self.world.run(prepare, on=[rank], deadline=self.deadline, checkpoint=self.checkpoint, args={},
-                                   timeout_s=self._join_s)
+                                   timeout_s=self._join_s, backend=self.backend)
         self.engines[engine] = Engine(rank, target)
         self.chosen = list(self.engines)
 
@@ -170,7 +175,7 @@ class SyncJob:
                               deadline=self.deadline, **kwargs)
 
 
-def prepare(context: RankContext, *, checkpoint: str, args: dict[str, Any], timeout_s: float) -> Any:
+def prepare(context: RankContext, *, checkpoint: str, args: dict[str, Any], timeout_s: float, backend: str) -> Any:
     """Models and engines at the same time, each rank its own; imports only what its side needs."""
     if context.is_trainer:
         from harness.world import trainer
@@ -178,4 +183,4 @@ def prepare(context: RankContext, *, checkpoint: str, args: dict[str, Any], time
         return trainer.setup(context, checkpoint=checkpoint, args=args, timeout_s=timeout_s)
     from harness.world import receiver
 
-    return receiver.prepare(context, checkpoint=checkpoint)
+    return receiver.prepare(context, checkpoint=checkpoint, backend=backend)

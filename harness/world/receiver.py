@@ -64,11 +64,14 @@ class Arrivals:
     """What came over the wire since the last `forget`, copied before vLLM loads it."""
 
     before: Callable[[str], None]
+    stopped: bool = False
     tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     groups: list[str] = field(default_factory=list)
 
     def on_receive(self, _engine: Any, group: Any, tensors: list[tuple[str, torch.Tensor]]) -> None:
         self.before("receive")
+        if self.stopped:
+            return
         self.groups.append(group.terms.name)
         self.tensors += [(name, tensor.clone()) for name, tensor in tensors]
 
@@ -100,12 +103,16 @@ def prepare(context: RankContext, *, checkpoint: str, backend: str = "gloo") -> 
     engine = InProcessEngine(llm)
     context.state["receiver"] = Receiver(llm, engine, arrivals)
     target = Target(f"engine {context.engine}", context.serve(engine, before), os.getpid(), list(public_methods(engine)))
+    assert context.server is not None
+    context.server.group = lambda: engine.get_weight_transfer_info()["group_name"] or ""
     return msgspec.to_builtins(target)
 
 
-def forget(context: RankContext) -> None:
-    """Start a new recording."""
-    _receiver(context).arrivals.forget()
+def forget(context: RankContext, *, stop: bool = False) -> None:
+    """Start a new recording, or `stop` recording (many updates would fill the memory)."""
+    arrivals = _receiver(context).arrivals
+    arrivals.forget()
+    arrivals.stopped = stop
 
 
 def state(context: RankContext) -> dict[str, Any]:

@@ -136,6 +136,8 @@ class Server:
                  before: Callable[[str], None] | None = None) -> None:
         """`before` sees every method's name first, and may raise in its place (planted faults)."""
         self.address = address
+        self.group: Callable[[], str] = str
+        """What the target listens to, for the position log."""
         self._before = before
         self.target: Any = None
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
@@ -154,7 +156,7 @@ class Server:
 
     def _note(self, event: str, waiting_for: str) -> None:
         if self._position is not None:
-            self._position.note(event, waiting_for=waiting_for)
+            self._position.note(event, waiting_for=waiting_for, group=self.group())
 
 
 def answer(target: Any, request: Request, before: Callable[[str], None] | None = None) -> Reply:

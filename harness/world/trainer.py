@@ -71,6 +71,18 @@ def update(context: RankContext) -> dict[str, Any]:
             "events": updater.trace.as_dicts()}
 
 
+def update_often(context: RankContext, *, number: int) -> None:
+    """Updates in a row, with the same weights, and nothing looked at."""
+    for _ in range(number):
+        _trainer(context).updater.update_weights()
+
+
+def state(context: RankContext) -> dict[str, Any]:
+    """What this rank believes: the version it counts, whether engines may hold a mixture, the group it holds."""
+    updater = _trainer(context).updater
+    return {"version": updater.weight_version, "poisoned": updater.poisoned, "group_name": updater.group_name}
+
+
 def disconnect(context: RankContext) -> None:
     _trainer(context).updater.disconnect_rollout_engines()
 
