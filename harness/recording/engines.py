@@ -111,7 +111,7 @@ class StubEngine(Server):
     # --- the transfer group ---------------------------------------------------------------------------------------
     def init_weights_update_group(self, master_address: str, master_port: int, rank_offset: int, world_size: int,
                                   group_name: str, backend: str, packed: bool = False,
-                                  packed_buffer_size_bytes: int = 0) -> None:
+                                  packed_buffer_size_bytes: int = 0, timeout_s: float | None = None) -> None:
         for worker in self.workers:
             held = worker.slot
             self.kernel.touch((held, "source"), "read")
