@@ -16,7 +16,7 @@ import torch
 
 from staged_sync.engines.info import EngineInfo
 from staged_sync.errors import StagedSyncError
-from staged_sync.vllm import abandon, api
+from staged_sync.vllm import abandon, api, rendezvous
 from staged_sync.vllm.plugin import BACKENDS
 
 
@@ -83,6 +83,13 @@ class InProcessEngine:
         outputs = self.llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], api.greedy(max_tokens),
                                     use_tqdm=False)
         return [_generation(output.outputs[0]) for output in outputs]
+
+    def check_reachable(self, host: str, port: int, timeout_s: float) -> str:
+        """Try to dial a source before anybody waits for it; this engine's own address on the way there.
+
+        Raises TransportError with both names where nobody answers within `timeout_s`.
+        """
+        return rendezvous.reach(host, port, timeout_s=timeout_s)
 
     # --- the transfer group -----------------------------------------------------------------------------------------------
 
