@@ -98,15 +98,16 @@ class InProcessEngine:
                                   packed_buffer_size_bytes: int | None = None, timeout_s: float | None = None) -> None:
         """Make every worker join the source's group, and drop the group it held. Blocks until all members have joined.
 
-        `timeout_s` bounds that, and later each receive, for our own back ends; a stock one waits for vLLM's 300 s. Raises EngineRefused where
-        `backend` is not the transport that this engine receives with.
+        `timeout_s` bounds that, and later each receive, for our own back ends; a stock one waits for vLLM's 300 s. Raises
+        EngineRefused where `backend` is not the transport that this engine receives with.
         """
         if backend != self._transport():
             raise EngineRefused(f"group {group_name!r} is to be opened with back end {backend!r}, this engine receives with "
                                 f"{self._registered_as!r}")
         extra: dict[str, Any] = {}
         if self._registered_as in BACKENDS:
-            extra = {"group_name": group_name, **({} if timeout_s is None else {"timeout_s": timeout_s, "receive_timeout_s": timeout_s})}
+            bounds = {} if timeout_s is None else {"timeout_s": timeout_s, "receive_timeout_s": timeout_s}
+            extra = {"group_name": group_name, **bounds}
         self._agreed = None
         self.llm.init_weight_transfer_engine({"init_info": self._api.init_info(
             master_address=master_address, master_port=master_port, rank_offset=rank_offset, world_size=world_size,
