@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from conftest import chosen_device
 from harness.checkpoints import make_checkpoint
 from harness.report import print_summary, write_json
 from harness.world.deadline import Deadline
-from harness.world.devices import DEFAULT_MATRIX, ENGINES, Device
+from harness.world.devices import DEFAULT_MATRIX, ENGINES, Device, choose
 from harness.world.job import SyncJob, SyncReport
 from harness.world.nesting import WORLD_GUARD_S, check_nesting
 from harness.world.pool import WorldPool
@@ -55,7 +56,12 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Every world test has a deadline, and pytest-timeout's is outside it: the report must have time to be made."""
+    """Every world test has a deadline, and pytest-timeout's is outside it: the report must have time to be made. Where the
+    command line names a topology, tests that bring their own do not run."""
+    if config.option.tp is not None or config.option.pp is not None:
+        own = [item for item in items if item.get_closest_marker("own_world")]
+        config.hook.pytest_deselected(items=own)
+        items[:] = [item for item in items if item not in own]
     for item in items:
         if not {"worlds", "world", "nccl_timeout"} & {*getattr(item, "fixturenames", ()), *(m.name for m in item.iter_markers())}:
             continue
@@ -83,8 +89,8 @@ def _limit_s(item: pytest.Item) -> float:
 
 # --- fixtures -----------------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="session")
-def worlds() -> Iterator[WorldPool]:
-    pool = WorldPool()
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorldPool]:
+    pool = WorldPool(root=tmp_path_factory.mktemp("worlds"))
     yield pool
     pool.close()
 
@@ -108,6 +114,7 @@ def deadline(request: pytest.FixtureRequest, world: World) -> Deadline:
 
 
 Checkpoints = Callable[..., str]
+ThreeUpdates = Callable[..., list[SyncReport]]
 
 
 @pytest.fixture(scope="session")
@@ -145,3 +152,26 @@ def exact(request: pytest.FixtureRequest) -> Callable[[SyncReport], SyncReport]:
         return report
 
     return check
+
+
+@pytest.fixture
+def three_updates(request: pytest.FixtureRequest, worlds: WorldPool, checkpoints: Checkpoints,
+                  exact: Callable[[SyncReport], SyncReport]) -> ThreeUpdates:
+    """`three_updates(sizes, family, build=…, args=…, **shape)`: a job of its own topology with one engine, and three updates with
+    three steps' weights, each exact; their reports."""
+    def updates(sizes: dict[str, int], family: str, *, build: dict[str, Any] | None = None, args: dict[str, Any] | None = None,
+                **shape: Any) -> list[SyncReport]:
+        topology = Topology(engines=1, **sizes)
+        topology = msgspec.structs.replace(topology, device=choose(request.config.option.device, topology.world_size).name)
+        steps = [checkpoints(family, step, **shape) for step in (0, 1, 2)]
+        job = SyncJob(worlds.get(topology), steps[0], Deadline.after(_limit_s(request.node)), build=build,
+                      scenario=request.node.name.removeprefix("test_").replace("_", " "),
+                      args={"update_weight_buffer_size": 1 << 18} | (args or {}))
+        job.connect()
+        reports = []
+        for step in steps:
+            job.load(step)
+            reports.append(exact(job.update()))
+        return reports
+
+    return updates

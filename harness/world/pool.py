@@ -107,8 +107,10 @@ class Launcher:
 class WorldPool:
     """`get` a world of some topology: the cached one where it is fit, a new one otherwise."""
 
-    def __init__(self, modules: tuple[str, ...] = HEAVY) -> None:
+    def __init__(self, modules: tuple[str, ...] = HEAVY, root: Path | None = None) -> None:
+        """`root` is where worlds have their files; those of a world that did not end well stay there."""
         self._modules = modules
+        self._root = root
         self._host: HostProcess | None = None
         self._worlds: dict[Topology, World] = {}
 
@@ -132,7 +134,7 @@ class WorldPool:
     def _start(self, topology: Topology) -> World:
         if self._host is None:
             self._host = HostProcess(self._modules)
-        world = World(topology, make_files(topology))
+        world = World(topology, make_files(topology, self._root))
         try:
             world.process = self._host.launch(world)
             world.wait_ready(Deadline.after(START_WITHIN_S))

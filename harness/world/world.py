@@ -200,8 +200,8 @@ class Run:
         return text
 
 
-def make_files(topology: Topology) -> WorldFiles:
-    """A new world's own directory."""
-    files = WorldFiles(Path(tempfile.mkdtemp(prefix="world-")))
+def make_files(topology: Topology, root: Path | None = None) -> WorldFiles:
+    """A new world's own directory, in `root` or the system's temporary folder."""
+    files = WorldFiles(Path(tempfile.mkdtemp(prefix="world-", dir=root)))
     files.write_topology(topology)
     return files

@@ -23,8 +23,8 @@ SOON_S = 10.0
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[WorldPool]:
-    pool = WorldPool(("torch", "torch.distributed"))
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorldPool]:
+    pool = WorldPool(("torch", "torch.distributed"), tmp_path_factory.mktemp("worlds"))
     yield pool
     pool.close()
 
@@ -169,8 +169,8 @@ def test_the_lock_is_a_remote_object_that_never_waits(world: World) -> None:
     assert run.wait(Deadline.after(SOON_S))[0].value is False
 
 
-def test_closing_a_pool_leaves_no_process_behind() -> None:
-    pool = WorldPool(("torch", "torch.distributed"))
+def test_closing_a_pool_leaves_no_process_and_no_file_behind(tmp_path: Path) -> None:
+    pool = WorldPool(("torch", "torch.distributed"), tmp_path)
     world = pool.get(Topology(engines=1))
     directory = world.files.directory
     pids = [pid for state in world.hub.ranks for pid in (state.child_pid, state.supervisor_pid)]
