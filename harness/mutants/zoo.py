@@ -68,3 +68,11 @@ ZOO: tuple[Mutant, ...] = (
     Mutant("lock without a deadline", 11, ("THUDM/slime, lock polled for ever",), failing.lock_without_deadline,
            f"{_WAITS}:test_a_lock_that_somebody_else_holds_is_given_up_at_the_deadline", "polls without waiting"),
 )
+
+
+def named(name: str) -> Mutant:
+    """The mutant of this name. Raises KeyError that lists all names."""
+    found = next((mutant for mutant in ZOO if mutant.name == name), None)
+    if found is None:
+        raise KeyError(f"no mutant {name!r} in the zoo; there are: {', '.join(mutant.name for mutant in ZOO)}")
+    return found

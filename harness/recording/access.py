@@ -36,5 +36,11 @@ def _related(a: Access, b: Access) -> Relation:
 
 
 _ALL: tuple[Access, ...] = ("read", "write", "add", "set", "fail", "await", "peek", "enqueue")
-RELATION: dict[tuple[Access, Access], Relation] = {(a, b): _related(a, b) for a in _ALL for b in _ALL}
+Relations: TypeAlias = dict[tuple[Access, Access], Relation]
+
+RELATION: Relations = {(a, b): _related(a, b) for a in _ALL for b in _ALL}
 """Of two touches of one thing by two tasks."""
+
+EAGER: Relations = {**RELATION, **{pair: "races" for a in ("set", "add") for b in ("peek", "await")
+                                   for pair in ((a, b), (b, a))}}  # type: ignore[dict-item, misc]
+"""The same, with every look at a result that is not there yet taken seriously: for judging the relation above by."""

@@ -114,7 +114,8 @@ class StubEngine(Server):
                                   packed_buffer_size_bytes: int = 0, timeout_s: float | None = None) -> None:
         for worker in self.workers:
             held = worker.slot
-            self.kernel.touch((held, "source"), "read")
+            if held is not None:
+                self.kernel.touch((held.thing, "source"), "read")
             self._must(held is None or not held.live, 1,
                        f"{worker.name} is asked to join {group_name} while it holds live group {held and held.name}")
         wire = Wire("nccl" if backend == "nccl" else "gloo", packed, packed_buffer_size_bytes)
@@ -183,7 +184,7 @@ class StubEngine(Server):
         self.kernel.wait(lambda: all(t.finished for t in tasks) or any(t.error for t in tasks),
                          Waiting(what, self.name, missing=self._busy_text))
         for task in tasks:
-            self.kernel.touch((task, "ends"), "await" if task.finished else "peek")
+            self.kernel.touch((task.thing, "ends"), "await" if task.finished else "peek")
             if task.error is not None:
                 raise task.error
 

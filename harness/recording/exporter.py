@@ -52,6 +52,9 @@ class StubExporter:
     def describe(self) -> list[TensorMeta]:
         return [meta for part in PASSES for unit in self._units if unit.part == part for meta in unit.tensors]
 
+    def gathers(self, part: Part) -> list[str]:
+        return [unit.label for unit in self._units if unit.part == part]
+
     def units(self, part: Part) -> Sequence[StubUnit]:
         self.before("units", part)
         return [unit for unit in self._units if unit.part == part]
@@ -109,6 +112,9 @@ class UntouchableExporter:
     contract: Contract = "stage_local"
 
     def problems(self) -> list[str]:
+        return []
+
+    def gathers(self, part: Part) -> list[str]:
         return []
 
     def optional(self, name: str) -> bool:

@@ -25,27 +25,31 @@ class Collective:
 
     def exchange(self, rank: int, value: Any, *, operation: str, timeout_s: float) -> list[Any]:
         """Everybody's value of this turn, by group rank. Raises `RanksAbsent`, naming them, when some do not come."""
-        self._kernel.touch((self, "absent"), "read")
+        self._kernel.touch((self.name, "absent"), "read")
         if self.absent:
             raise self._broken(operation)
         turn = self._turn[rank]
         self._turn[rank] += 1
         box = self._boxes[turn]
         self._kernel.give_way()
-        self._kernel.touch((self, turn), "add")
+        self._kernel.touch((self.name, turn), "add")
         box[rank] = value
         self._compare(turn, rank, operation)
         self._kernel.wait(lambda: bool(self.absent) or len(box) == len(self.members),
                           Waiting(operation, self.name, missing=lambda: ranks_text(self._missing(box))),
                           deadline_s=self._kernel.now_s + timeout_s)
-        self._kernel.touch((self, turn), "await")
+        self._kernel.touch((self.name, turn), "await")
         if len(box) == len(self.members):
             self._boxes.pop(turn, None)
             self._operations.pop(turn, None)
             return [box[member] for member in self.members]
-        self._kernel.touch((self, "absent"), "write")
+        self._kernel.touch((self.name, "absent"), "write")
         self.absent = self.absent or self._missing(box)
         raise self._broken(operation, f" within {timeout_s:g} s")
+
+    def count_anew(self) -> None:
+        """Between two runs, when nobody is inside: turns are counted from 0 again."""
+        self._turn = dict.fromkeys(self.members, 0)
 
     def _compare(self, turn: int, rank: int, operation: str) -> None:
         first = self._operations.setdefault(turn, operation)

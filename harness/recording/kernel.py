@@ -53,6 +53,7 @@ class Task:
     index: int
     name: str
     daemon: bool
+    thing: str
     function: Callable[[], Any] = field(repr=False)
     greenlet: greenlet = field(repr=False)
     ready: Callable[[], bool] = lambda: True
@@ -88,16 +89,18 @@ class Kernel:
         self._table = table or plain_table
         self._hub = getcurrent()
         self._current: Task | None = None
+        self._made: dict[str, int] = {}
+        self._era = "start"
         self._previous: Task | None = None
         self._spawned = 0
 
     def spawn(self, name: str, function: Callable[[], Any], *, daemon: bool = False) -> Task:
         """Add a task; it first runs when the scheduler chooses it."""
-        task = Task(self._spawned, name, daemon, function, greenlet(self._body, parent=self._hub))
+        task = Task(self._spawned, name, daemon, self.christen(), function, greenlet(self._body, parent=self._hub))
         self._spawned += 1
         self.tasks.append(task)
         if self._current is not None:
-            self.touch((task, "begins"), "set")
+            self.touch((task.thing, "begins"), "set")
         return task
 
     def wait(self, ready: Callable[[], bool], waiting: Waiting, *, deadline_s: float = math.inf) -> bool:
@@ -144,10 +147,20 @@ class Kernel:
         """Tasks that wait for somebody, in spawning order."""
         return [t for t in self.tasks if not t.finished and t.waiting is not None and t.waiting is not IDLE]
 
+    def christen(self) -> str:
+        """A name for a new shared thing that is the same in every run whose steps so far were the same: who made it, and as
+        its how manieth."""
+        maker = self._current.name if self._current is not None else "world"
+        self._made[maker] = self._made.get(maker, 0) + 1
+        return f"{self._era}/{maker}/{self._made[maker]}"
+
     def reap(self) -> None:
-        """Forget finished tasks and who ran last, so that the next run begins like the first."""
+        """Forget finished tasks, so that a long world does not slow down."""
         self.tasks = [task for task in self.tasks if not task.finished]
-        self._previous = None
+
+    def begin_era(self, era: str) -> None:
+        """What is made from now on is counted anew, and nobody ran last: the next run begins like any other of this era."""
+        self._era, self._made, self._previous = era, {}, None
 
     def kill(self, tasks: Sequence[Task]) -> None:
         """Unwind what has not ended. Their `finally` blocks run, but every wait in them ends at once."""
@@ -163,7 +176,7 @@ class Kernel:
 
     def _body(self, task: Task) -> None:
         try:
-            self.touch((task, "begins"), "await")
+            self.touch((task.thing, "begins"), "await")
             task.result = task.function()
         except GreenletExit:
             pass
@@ -171,7 +184,7 @@ class Kernel:
             task.error = error
         finally:
             task.finished, task.waiting = True, None
-            self.touch((task, "ends"), "fail" if task.error else "set")
+            self.touch((task.thing, "ends"), "fail" if task.error else "set")
 
     def _task(self) -> Task:
         if self.closing:

@@ -31,6 +31,7 @@ class RecordedListener:
 
     host: str
     port: int
+    thing: str
     closed: bool = False
     channel: Channel | None = None
 
@@ -50,6 +51,7 @@ class Channel:
     wire: Wire
     source: int
     kernel: Kernel = field(repr=False)
+    thing: str
     members: dict[int, str] = field(default_factory=dict)
     closed: set[int] = field(default_factory=set)
     broken: str = ""
@@ -71,7 +73,7 @@ class Channel:
 
     def leave(self, rank: int) -> None:
         """One end is closed: whoever waits for it fails."""
-        self.kernel.touch((self, "source" if rank == 0 else "left"), "write" if rank == 0 else "add")
+        self.kernel.touch((self.thing, "source" if rank == 0 else "left"), "write" if rank == 0 else "add")
         self.closed.add(rank)
 
     def absent(self) -> str:
@@ -85,14 +87,14 @@ class Channel:
         if rank in self.members or not 1 <= rank < world_size:
             holder = self.members.get(rank, "nobody: it is out of range")
             raise TransportError(f"{worker} joins {self.name} as rank {rank}, which belongs to {holder}")
-        self.kernel.touch((self, "members"), "add")
+        self.kernel.touch((self.thing, "members"), "add")
         self.members[rank] = worker
         self.taken[rank] = 0
 
     def post(self, frames: Sequence[torch.Tensor], specs: Sequence[Specs]) -> int:
         """Queue frames for all workers; returns how many a worker must have taken for this send to be over."""
         for i in range(len(frames)):
-            self.kernel.touch((self, "frame", len(self.frames) + i), "set")
+            self.kernel.touch((self.thing, "frame", len(self.frames) + i), "set")
         self.frames.extend(frames)
         self.specs.extend(specs)
         self.sizes.extend(frame.numel() for frame in frames)
@@ -122,8 +124,8 @@ class Channel:
             self.broken = (f"transfer group {self.name}: {self.members[rank]} expects a broadcast of {nbytes} bytes, "
                            f"rank {self.source} sends {frame.numel()}")
             raise TransportError(self.broken)
-        self.kernel.touch((self, "frame", self.taken[rank]), "await")
-        self.kernel.touch((self, "taken", self.taken[rank]), "add")
+        self.kernel.touch((self.thing, "frame", self.taken[rank]), "await")
+        self.kernel.touch((self.thing, "taken", self.taken[rank]), "add")
         self.taken[rank] += 1
         copy = frame.clone()
         self._forget()
@@ -131,6 +133,10 @@ class Channel:
 
     def has_frame(self, rank: int) -> bool:
         return self.taken[rank] < len(self.frames)
+
+    def count_anew(self) -> None:
+        """Between two updates, when everything sent has been taken: frames are counted from 0 again."""
+        self.frames, self.specs, self.sizes, self.taken = [], [], [], dict.fromkeys(self.taken, 0)
 
     def waiting_for(self, upto: int) -> str:
         return ", ".join(self.members[rank] for rank, taken in self.taken.items() if taken < upto)
@@ -153,6 +159,8 @@ class Network:
     def forget(self) -> None:
         """Drop what is closed, and count ports as after a fresh start: the next update begins like the first."""
         self.channels = self.live()
+        for channel in self.channels:
+            channel.count_anew()
         self._listeners = {address: held for address, held in self._listeners.items() if not self._released(held)}
         self._next_port = max([port + 1 for _, port in self._listeners], default=FIRST_PORT)
 
@@ -163,9 +171,9 @@ class Network:
     def listen(self, host: str, port_range: tuple[int, int] | None) -> RecordedListener:
         """Bind the next free port: deterministic, so that logs can be compared."""
         self._kernel.give_way()
-        self._kernel.touch((self, "ports"), "write")
+        self._kernel.touch("ports", "write")
         port = self._free_port(host, port_range)
-        listener = self._listeners[host, port] = RecordedListener(host, port)
+        listener = self._listeners[host, port] = RecordedListener(host, port, self._kernel.christen())
         return listener
 
     def listens(self, address: tuple[str, int]) -> bool:
@@ -175,8 +183,8 @@ class Network:
     def open(self, listener: RecordedListener, name: str, world_size: int, wire: Wire, source: int) -> Channel:
         if listener.closed or listener.channel is not None:
             raise TransportError(f"listener {listener.host}:{listener.port} is closed or already serves a group")
-        self._kernel.touch(listener, "set")
-        listener.channel = Channel(name, world_size, wire, source, self._kernel)
+        self._kernel.touch(listener.thing, "set")
+        listener.channel = Channel(name, world_size, wire, source, self._kernel, self._kernel.christen())
         self.channels.append(listener.channel)
         return listener.channel
 
@@ -188,12 +196,12 @@ class Network:
         channel = self._channel(address)
         if channel is None:
             raise DeadlineExceeded(f"{worker}: nobody listened at {address[0]}:{address[1]} within {WORKER_JOIN_S:g} s")
-        self._kernel.touch(self._listeners[address], "await")
+        self._kernel.touch(self._listeners[address].thing, "await")
         channel.join(rank, world_size, worker)
         waiting = Waiting("join", channel.name, missing=channel.absent)
         self._kernel.wait(lambda: channel.complete or not channel.live, waiting, deadline_s=deadline_s)
-        self._kernel.touch((channel, "members"), "await" if channel.complete else "read")
-        self._kernel.touch((channel, "source"), "read")
+        self._kernel.touch((channel.thing, "members"), "await" if channel.complete else "read")
+        self._kernel.touch((channel.thing, "source"), "read")
         if not channel.complete or not channel.live:
             channel.leave(rank)
             raise TransportError(f"{worker}: rendezvous of {channel.name} failed, missing {channel.absent()}")
@@ -203,7 +211,7 @@ class Network:
         """A worker's side of one broadcast from rank 0."""
         self._kernel.wait(lambda: channel.has_frame(rank) or not channel.live or bool(channel.broken),
                           Waiting("receive", channel.name, missing=lambda: f"rank {channel.source}"))
-        self._kernel.touch((channel, "source"), "read")
+        self._kernel.touch((channel.thing, "source"), "read")
         if channel.broken:
             raise TransportError(channel.broken)
         if not channel.has_frame(rank) or not channel.live:

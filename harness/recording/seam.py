@@ -116,7 +116,7 @@ class DialWork:
         return not self._channel.complete and self._seam.now() >= self.expires_s
 
     def poll(self) -> bool:
-        self._channel.kernel.touch((self._channel, "members"), "await" if self._channel.complete else "peek")
+        self._channel.kernel.touch((self._channel.thing, "members"), "await" if self._channel.complete else "peek")
         return self.ended()
 
     def result(self) -> RecordedTransferGroup:
@@ -148,8 +148,8 @@ class SendWork:
 
     def poll(self) -> bool:
         over, touch = self.ended(), self._channel.kernel.touch
-        touch((self._channel, "taken", self._upto - 1), "await" if over else "peek")
-        touch((self._channel, "left"), "read")
+        touch((self._channel.thing, "taken", self._upto - 1), "await" if over else "peek")
+        touch((self._channel.thing, "left"), "read")
         return over
 
     def result(self) -> None:

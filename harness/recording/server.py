@@ -19,6 +19,7 @@ class Reference:
 
     label: str
     kernel: Kernel = field(repr=False)
+    thing: str = ""
     done: bool = False
     value: Any = None
     error: BaseException | None = None
@@ -32,7 +33,7 @@ class Reference:
         return self.error is not None
 
     def poll(self) -> bool:
-        self.kernel.touch(self, "await" if self.done else "peek")
+        self.kernel.touch(self.thing, "await" if self.done else "peek")
         return self.done
 
     def result(self) -> Any:
@@ -44,11 +45,11 @@ class Reference:
 
     def settle(self, value: Any = None, error: BaseException | None = None) -> None:
         if not self.done:
-            self.kernel.touch(self, "fail" if error is not None else "set")
+            self.kernel.touch(self.thing, "fail" if error is not None else "set")
             self.done, self.value, self.error = True, value, error
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Call:
     method: str
     arguments: dict[str, Any]
@@ -71,13 +72,13 @@ class Server:
 
     def submit(self, method: str, arguments: dict[str, Any]) -> Reference:
         self.kernel.give_way()
-        reference = Reference(f"{method} of {self.name}", self.kernel)
+        reference = Reference(f"{method} of {self.name}", self.kernel, self.kernel.christen())
         if self.dead:
             reference.settle(error=ServerDied(f"{self.name} is dead"))
         else:
             call = Call(method, arguments, reference)
-            self.kernel.touch((self, "queue"), "enqueue")
-            self.kernel.touch(call, "set")
+            self.kernel.touch((self.name, "queue"), "enqueue")
+            self.kernel.touch((reference.thing, "sent"), "set")
             self._open.append(reference)
             self._queue.append(call)
         return reference
@@ -104,7 +105,7 @@ class Server:
                 self._handle(self._queue.popleft())
 
     def _handle(self, call: Call) -> None:
-        self.kernel.touch(call, "await")
+        self.kernel.touch((call.reference.thing, "sent"), "await")
         try:
             call.reference.settle(self.perform(call))
         except Exception as error:  # a server's exception is its reply

@@ -136,6 +136,16 @@ class RecordingWorld:
         everybody = range(self.layout.world_size)
         return self._control.setdefault(generation, Collective(self.kernel, f"control{generation}", everybody))
 
+    def begin_era(self, era: str) -> None:
+        """Between two runs: forget what is over, so that the next one begins like any other of this era."""
+        self.kernel.begin_era(era)
+        self.network.forget()
+        for collective in [*self._control.values(), *self._gathers.values()]:
+            collective.count_anew()
+        self.events.clear()
+        self.violations.clear()
+        self.kernel.endless.clear()
+
     def wait_table(self) -> str:
         """Who waits for what at this moment."""
         return wait_table(self.kernel.blocked(), self.events)

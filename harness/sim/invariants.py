@@ -1,0 +1,278 @@
+"""The rules of design.md section 4 that can be seen in the trace of one update; pure.
+
+Written from the rules and from `harness.recording.topology`, not from the library: nothing here asks plan.py what is right.
+Rule 10 needs a second update (tests_cpu/sim/test_faults.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from harness.recording.topology import Layout
+from staged_sync.trace import Event
+
+
+@dataclass(frozen=True)
+class Violation:
+    """`at` is the number of the event at which it shows, -1 where it is about the whole."""
+
+    rule: int
+    at: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known about a run apart from its events."""
+
+    layout: Layout
+    engines: tuple[int, ...]
+    """Workers of each."""
+    names: tuple[tuple[str, ...], ...]
+    """HF names by stage."""
+    raised: Mapping[int, str]
+    """What each rank raised."""
+    died: tuple[int, ...] = ()
+    endless: tuple[str, ...] = ()
+    """Waits without a deadline."""
+    differences: tuple[str, ...] = ()
+    """Where a worker's bytes are not those of this step."""
+    publishes: bool = True
+    """Whether engines have `update_weight_version`."""
+
+    @property
+    def went_well(self) -> bool:
+        return not self.raised and not self.died
+
+
+@dataclass(frozen=True)
+class Trace:
+    events: Sequence[Event]
+    facts: Facts
+
+    @cached_property
+    def by_name(self) -> Mapping[str, list[tuple[int, Event]]]:
+        found: dict[str, list[tuple[int, Event]]] = {}
+        for number, event in enumerate(self.events):
+            found.setdefault(event.event, []).append((number, event))
+        return found
+
+    def of(self, *names: str) -> list[tuple[int, Event]]:
+        """Events of these names, in order."""
+        if len(names) == 1:
+            return self.by_name.get(names[0], [])
+        return sorted((pair for name in names for pair in self.by_name.get(name, ())), key=lambda pair: pair[0])
+
+
+Rule = Callable[[Trace], Iterator[Violation]]
+
+
+def violations(events: Sequence[Event], facts: Facts, rules: Iterable[int] | None = None) -> list[Violation]:
+    """All that is violated of `rules` (default: every rule here), in order of the events."""
+    trace = Trace(events, facts)
+    found = [v for number, rule in RULES.items() if rules is None or number in rules for v in rule(trace)]
+    return sorted(found, key=lambda v: (v.at if v.at >= 0 else len(events), v.rule))
+
+
+def one_receiver_communicator(trace: Trace) -> Iterator[Violation]:
+    live: dict[str, str] = {}
+    for at, event in trace.of("open", "close.done"):
+        if event.event == "close.done":
+            live.pop(event.group, None)
+            continue
+        for group, owner in live.items():
+            yield Violation(1, at, f"{event.actor} opens {event.group} while {owner} still holds {group}")
+        live[event.group] = event.actor
+    if trace.facts.went_well:
+        for group, owner in live.items():
+            yield Violation(1, -1, f"{owner} never closes {group}")
+
+
+def one_session(trace: Trace) -> Iterator[Violation]:
+    for engine in range(len(trace.facts.engines)):
+        name = f"engine{engine}"
+        done = [(at, e.detail) for at, e in trace.of("handle.done") if e.actor == name]
+        for method in ("start_weight_update", "finish_weight_update"):
+            times = [at for at, detail in done if detail == method]
+            if len(times) > 1 or (trace.facts.went_well and len(times) != 1):
+                yield Violation(2, times[-1] if times else -1, f"{name} does {method} {len(times)} times in one update")
+        begin, end = (next((at for at, detail in done if detail == m), None) for m in ("start_weight_update", "finish_weight_update"))
+        for at, event in trace.of("receive"):
+            if event.actor.startswith(f"{name}/") and (begin is None or at < begin or (end is not None and at > end)):
+                yield Violation(2, at, f"{event.actor} receives {event.detail} outside the session")
+
+
+_LETTERS = {"pause_generation": "P", "flush_cache": "F", "start_weight_update": "S", "init_weights_update_group": "I",
+            "update_weights_from_distributed": "U", "finish_weight_update": "N", "update_weight_version": "V",
+            "continue_generation": "R"}
+
+
+def order(trace: Trace) -> Iterator[Violation]:
+    if trace.facts.went_well:
+        staged = trace.facts.layout.pp > 1
+        wanted = re.compile("PFS" + ("(IU+)*" if staged else "U*") + ("NVR" if trace.facts.publishes else "NR"))
+        for engine in range(len(trace.facts.engines)):
+            handled = [(at, e.detail) for at, e in trace.of("handle") if e.actor == f"engine{engine}" and e.detail in _LETTERS]
+            if not wanted.fullmatch("".join(_LETTERS[method] for _, method in handled)):
+                yield Violation(3, handled[-1][0] if handled else -1, f"engine{engine} is asked in this order: "
+                                                                      f"{', '.join(method for _, method in handled)}")
+    last = -1
+    for at, event in trace.of("open", "send"):
+        if event.stage is not None and event.stage < last:
+            yield Violation(3, at, f"{event.actor} does '{event.text()}' after stage {last} has begun")
+        last = max(last, -1 if event.stage is None else event.stage)
+
+
+def barrier_symmetry(trace: Trace) -> Iterator[Violation]:
+    met: dict[int, list[tuple[int, str]]] = {rank: [] for rank in range(trace.facts.layout.world_size)}
+    for at, event in trace.of("barrier"):
+        if event.rank is not None:
+            met[event.rank].append((at, event.detail))
+    first = met[0]
+    for rank, labels in met.items():
+        for turn, ((_, wanted), (at, label)) in enumerate(zip(first, labels, strict=False)):
+            if label != wanted:
+                yield Violation(4, at, f"barrier {turn} of rank {rank} is '{label}', that of rank 0 is '{wanted}'")
+                break
+        else:
+            if trace.facts.went_well and len(labels) != len(first):
+                yield Violation(4, labels[-1][0] if labels else -1, f"rank {rank} meets {len(labels)} times, rank 0 {len(first)} times")
+
+
+_SOURCES_ONLY = ("listen", "open", "send", "synchronize", "close", "state")
+
+
+def inactive_ranks_touch_nothing(trace: Trace) -> Iterator[Violation]:
+    ranks = trace.facts.layout.ranks
+    sources = {c.pp: c for c in ranks if c.dp == 0 and c.tp == 0}
+    for at, event in trace.of("gather"):
+        if event.rank is None or event.stage is None:
+            continue
+        c, source = ranks[event.rank], sources[event.stage]
+        needed = c.pp == event.stage and (c.dp == 0 if event.group == "tp" else c.edp == source.edp)
+        if not needed:
+            yield Violation(5, at, f"rank {event.rank} gathers for stage {event.stage}, which does not need it")
+    for at, event in trace.of(*_SOURCES_ONLY):
+        if event.event == "state" and event.stage is None and event.rank in {c.rank for c in sources.values()}:
+            continue  # given back in `finally`, outside of any stage
+        if event.stage is None or event.rank != sources[event.stage].rank:
+            yield Violation(5, at, f"{event.actor} is not the source of stage {event.stage} and does '{event.text()}'")
+    for at, event in trace.of("rpc"):
+        lead_may = event.stage is None or not trace.facts.went_well
+        if not (event.rank == 0 and lead_may) and (event.stage is None or event.rank != sources[event.stage].rank):
+            yield Violation(5, at, f"{event.actor} has no business with engines and does '{event.text()}'")
+
+
+def once_each(trace: Trace) -> Iterator[Violation]:
+    wanted = Counter(name for names in trace.facts.names for name in names)
+    workers = [f"engine{i}/worker{j}" for i, count in enumerate(trace.facts.engines) for j in range(count)]
+    for what, actors in (("send", {e.actor for _, e in trace.of("send")}), ("receive.done", set(workers))):
+        counted: dict[str, Counter[str]] = {actor: Counter() for actor in actors}
+        for at, event in trace.of(what):
+            names = counted[event.actor]
+            for name in event.detail.split():
+                names[name] += 1
+                if names[name] > wanted[name]:
+                    yield Violation(6, at, f"{event.actor}: {what} of {name}, {'once too often' if wanted[name] else 'unknown'}")
+        if not trace.facts.went_well:
+            continue
+        parts = counted.values() if what == "receive.done" else [sum(counted.values(), Counter[str]())]
+        for seen in parts:
+            for name in wanted - seen:
+                yield Violation(6, -1, f"{name} is missing from what was {'received' if what != 'send' else 'sent'}")
+
+
+def one_stage_pays_nothing(trace: Trace) -> Iterator[Violation]:
+    facts = trace.facts
+    if facts.layout.pp > 1 or not facts.went_well:
+        return
+    for at, event in trace.of("listen", "open", "join", "close", "state"):
+        yield Violation(7, at, f"{event.actor} does '{event.text()}' in an update with one pipeline stage")
+    barriers = Counter(event.rank for _, event in trace.of("barrier"))
+    if set(barriers.values()) != {7}:
+        yield Violation(7, -1, f"barriers per rank: {dict(barriers)}, must be 7 (2 while sending, 5 around)")
+    engines, sends = len(facts.engines), len(trace.of("send"))
+    lead = (6 if facts.publishes else 5) * engines
+    if (calls := len(trace.of("rpc"))) != lead + sends * (engines + 2):
+        yield Violation(7, -1, f"{calls} RPCs, must be {lead} and {engines} + 2 (lock) for each of {sends} buckets")
+
+
+def failures_reach_everybody(trace: Trace) -> Iterator[Violation]:
+    facts = trace.facts
+    if facts.went_well:
+        return
+    alive = [rank for rank in range(facts.layout.world_size) if rank not in facts.died]
+    if silent := [rank for rank in alive if rank not in facts.raised]:
+        yield Violation(8, -1, f"ranks {silent} go on as if nothing had happened; raised was {dict(facts.raised)}")
+    if len(texts := {facts.raised[rank] for rank in alive if rank in facts.raised}) > 1:
+        yield Violation(8, -1, f"ranks raise different texts: {sorted(texts)}")
+
+
+def fail_stop(trace: Trace) -> Iterator[Violation]:
+    for engine in range(len(trace.facts.engines)):
+        name, touched = f"engine{engine}", False
+        for at, event in trace.of("handle", "handle.done", "generate"):
+            if event.actor != name:
+                continue
+            match event.event, event.detail:
+                case "handle", "start_weight_update":
+                    touched = True
+                case "handle.done", "finish_weight_update":
+                    touched = False
+                case "handle.done", "update_weight_version" if touched:
+                    yield Violation(9, at, f"{name} publishes a version inside a session")
+                case "generate", _ if touched:
+                    yield Violation(9, at, f"{name} serves between start and finish")
+
+
+def no_endless_wait(trace: Trace) -> Iterator[Violation]:
+    for text in trace.facts.endless:
+        yield Violation(11, -1, text)
+
+
+def bit_for_bit(trace: Trace) -> Iterator[Violation]:
+    if trace.facts.went_well:
+        for difference in trace.facts.differences:
+            yield Violation(12, -1, difference)
+
+
+def sent_before_closed(trace: Trace) -> Iterator[Violation]:
+    """Of rule 13, what a trace shows: nothing is closed under a send, and the device is synchronized first."""
+    if not trace.facts.went_well:
+        return
+    sending: Counter[str] = Counter()
+    synchronized: set[str] = set()
+    for at, event in trace.of("send", "send.done", "synchronize.done", "close"):
+        match event.event:
+            case "send":
+                sending[event.actor] += 1
+                synchronized.discard(event.actor)
+            case "send.done":
+                sending[event.actor] -= 1
+            case "synchronize.done":
+                synchronized.add(event.actor)
+            case _ if sending[event.actor] or event.actor not in synchronized:
+                yield Violation(13, at, f"{event.actor} closes {event.group} before its device has sent everything")
+    for actor, left in sending.items():
+        if left:
+            yield Violation(13, -1, f"{actor} never waits for {left} of its sends")
+
+
+def local_state(trace: Trace) -> Iterator[Violation]:
+    named: dict[str, tuple[int, str]] = {}
+    for at, event in trace.of("state"):
+        named[event.actor] = (at, event.detail)
+    for actor, (at, detail) in named.items():
+        if detail != "group_name=None" and trace.facts.layout.pp > 1:
+            yield Violation(14, at, f"{actor} keeps {detail} after the update")
+
+
+RULES: Mapping[int, Rule] = {
+    1: one_receiver_communicator, 2: one_session, 3: order, 4: barrier_symmetry, 5: inactive_ranks_touch_nothing, 6: once_each,
+    7: one_stage_pays_nothing, 8: failures_reach_everybody, 9: fail_stop, 11: no_endless_wait, 12: bit_for_bit,
+    13: sent_before_closed, 14: local_state,
+}

@@ -1,0 +1,1 @@
+"""Who runs next: one small file per way of choosing."""
