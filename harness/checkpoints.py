@@ -13,96 +13,26 @@ import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-Family = Literal["qwen3", "qwen2", "llama"]
+from harness.model_shapes import Family, copied_from, hf_config, tensor_shapes
 
-ARCHITECTURES: Mapping[str, str] = {
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "llama": "LlamaForCausalLM",
-}
+__all__ = ["checkpoint_tensors", "config_only_copy", "hf_config", "make_checkpoint", "read_checkpoint", "read_config",
+           "tensor_shapes"]
 
-HEAD_DIM = 32
-"""The smallest head size that vLLM's CPU attention takes (16 is refused)."""
-
-
-def hf_config(family: Family = "qwen3", *, tied: bool = False, vocab_size: int = 251, num_layers: int = 5,
-              heads: int = 6, groups: int = 2, hidden_size: int | None = None, ffn_size: int = 176) -> dict[str, Any]:
-    """The `config.json` of a tiny model, as transformers and vLLM read it.
-
-    The defaults shard over 2 tensor parallel ranks and 2 pipeline stages (unevenly: 5 layers); 251 is prime, so that
-    the vocabulary needs padding. Qwen2 has no `head_dim` of its own: its hidden size is `heads * HEAD_DIM`.
-    """
-    if heads % groups:
-        raise ValueError(f"heads must be a multiple of groups (got heads={heads}, groups={groups})")
-    if family == "qwen2":
-        if hidden_size not in (None, heads * HEAD_DIM):
-            raise ValueError(f"qwen2 needs hidden_size = heads * {HEAD_DIM} = {heads * HEAD_DIM} (got {hidden_size})")
-        hidden_size = heads * HEAD_DIM
-    config: dict[str, Any] = {
-        "architectures": [ARCHITECTURES[family]],
-        "model_type": family,
-        "vocab_size": vocab_size,
-        "hidden_size": hidden_size or 96,
-        "intermediate_size": ffn_size,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": groups,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "max_position_embeddings": 128,
-        "tie_word_embeddings": tied,
-        "attention_dropout": 0.0,
-        "initializer_range": 0.02,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "torch_dtype": "bfloat16",
-        "use_cache": True,
-    }
-    if family != "qwen2":
-        config |= {"head_dim": HEAD_DIM, "attention_bias": False}
-    if family == "llama":
-        config["mlp_bias"] = False
-    return config
-
-
-def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """HF name -> shape of every tensor of the checkpoint that `config` describes, in the order of the model."""
-    hidden, ffn, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
-    queries = config["num_attention_heads"] * HEAD_DIM
-    keys = config["num_key_value_heads"] * HEAD_DIM
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
-    for layer in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}"
-        shapes[f"{prefix}.input_layernorm.weight"] = (hidden,)
-        for part, rows in (("q", queries), ("k", keys), ("v", keys)):
-            shapes[f"{prefix}.self_attn.{part}_proj.weight"] = (rows, hidden)
-            if config["model_type"] == "qwen2":
-                shapes[f"{prefix}.self_attn.{part}_proj.bias"] = (rows,)
-        if config["model_type"] == "qwen3":
-            shapes[f"{prefix}.self_attn.q_norm.weight"] = (HEAD_DIM,)
-            shapes[f"{prefix}.self_attn.k_norm.weight"] = (HEAD_DIM,)
-        shapes[f"{prefix}.self_attn.o_proj.weight"] = (hidden, queries)
-        shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
-        shapes[f"{prefix}.mlp.gate_proj.weight"] = (ffn, hidden)
-        shapes[f"{prefix}.mlp.up_proj.weight"] = (ffn, hidden)
-        shapes[f"{prefix}.mlp.down_proj.weight"] = (hidden, ffn)
-    shapes["model.norm.weight"] = (hidden,)
-    if not config["tie_word_embeddings"]:
-        shapes["lm_head.weight"] = (vocab, hidden)
-    return shapes
+ALWAYS_FLOAT32 = "e_score_correction_bias"
+"""What published checkpoints keep in float32 among bf16 weights; values that bf16 would merge."""
 
 
 def checkpoint_tensors(config: Mapping[str, Any], *, step: int = 0, seed: int = 0,
                        dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
     """HF name -> tensor. Another `step` changes every tensor: the checkpoint after the next optimizer step."""
-    return {name: _values(name, shape, step=step, seed=seed).to(dtype)
+    return {name: _values(copied_from(config, name), shape, step=step, seed=seed).to(
+                torch.float32 if name.endswith(ALWAYS_FLOAT32) else dtype)
             for name, shape in tensor_shapes(config).items()}
 
 
@@ -114,7 +44,7 @@ def _values(name: str, shape: tuple[int, ...], *, step: int, seed: int) -> torch
     noise = torch.randint(-(1 << 15), 1 << 15, shape, generator=generator) / (1 << 15) * math.sqrt(3)
     if name.endswith("norm.weight"):
         return 1 + 0.2 * noise
-    if name.endswith(".bias"):
+    if name.endswith("bias"):
         return 0.2 * noise
     if name == "model.embed_tokens.weight":
         return 0.05 * noise  # small beside what the layers add: a tied head would else repeat the last token

@@ -1,12 +1,12 @@
 """A slow, obviously right cutter: HF tensors -> the shard that one Megatron rank must hold.
 
-It shares no code with `staged_sync` on purpose, and says everything in the most literal way (loops over heads and
+It shares no code with `staged_sync` on purpose, and says everything in the most literal way (loops over heads, experts and
 ranks), so that an export which gives back the HF checkpoint has been checked against a second opinion. Needs torch
 only; real megatron-core models are built from it in `harness.megatron_oracle`.
 
 Layouts are those of megatron-core 0.16.1: `SelfAttention` (megatron/core/transformer/attention.py: "q1 q2 k1 v1 | q3 q4
 k2 v2"), `MLP` (megatron/core/transformer/mlp.py: gate and up rows of one rank together), `ColumnParallelLinear`,
-`RowParallelLinear` and `VocabParallelEmbedding` (megatron/core/tensor_parallel/layers.py).
+`RowParallelLinear` and `VocabParallelEmbedding` (megatron/core/tensor_parallel/layers.py). Experts: `harness.cutter_moe`.
 """
 
 from __future__ import annotations
@@ -16,22 +16,8 @@ from typing import Any, Literal
 
 import torch
 
-Tensors = Mapping[str, torch.Tensor]
-
-Names = Literal["local", "te"]
-"""Layer norms as modules of their own (local spec) or fused into the linear that follows (Transformer Engine)."""
-
-NORMS: Mapping[Names, tuple[str, str]] = {
-    "local": ("input_layernorm.weight", "pre_mlp_layernorm.weight"),
-    "te": ("self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight"),
-}
-
-ROWS_OVER_RANKS = (
-    "word_embeddings.weight", "output_layer.weight",
-    "linear_qkv.weight", "linear_qkv.bias",
-)
-COLUMNS_OVER_RANKS = ("linear_proj.weight", "linear_fc2.weight")
-HALVES_OVER_RANKS = ("linear_fc1.weight",)
+from harness.cutter_moe import expert_shards, full_mixture
+from harness.cutting import Container, Names, Place, Tensors, cut
 
 
 def head_dim(config: Mapping[str, Any]) -> int:
@@ -55,42 +41,71 @@ def stage_layers(num_layers: int, *, pp: int) -> list[range]:
     return [range(first)] + [range(first + stage * later, first + (stage + 1) * later) for stage in range(pp - 1)]
 
 
-def shard_tensors(hf: Tensors, config: Mapping[str, Any], *, tp: int, tp_rank: int, layers: Sequence[int], first: bool,
-                  last: bool, padded_vocab: int, names: Names = "local") -> dict[str, torch.Tensor]:
-    """Megatron name -> tensor of one rank's model chunk; layer numbers in names are LOCAL, as Megatron's are.
+def virtual_layers(num_layers: int, *, pp: int, vpp: int) -> list[list[range]]:
+    """Global layer numbers (from 0) of each stage's virtual chunks: dealt out in rounds, as Megatron does evenly."""
+    each, rest = divmod(num_layers, pp * vpp)
+    if rest:
+        raise ValueError(f"{num_layers} layers cannot be dealt out evenly to {pp} stages of {vpp} chunks")
+    return [[range((chunk * pp + stage) * each, (chunk * pp + stage + 1) * each) for chunk in range(vpp)]
+            for stage in range(pp)]
+
+
+def shard_tensors(hf: Tensors, config: Mapping[str, Any], *, place: Place, layers: Sequence[int], first: bool, last: bool,
+                  padded_vocab: int, names: Names = "local", container: Container = "sequential",
+                  mtp: Sequence[int] = ()) -> dict[str, torch.Tensor]:
+    """Megatron name -> tensor of one rank's model chunk; layer and expert numbers in names are LOCAL, as Megatron's are.
 
     `first` and `last` say whether the chunk holds the embedding and the output layer. A tied model has its output
-    layer's copy of the embedding only where the chunk is `last` and not `first`.
+    layer's copy of the embedding only where the chunk is `last` and not `first`. A chunk with the layers `mtp` (HF's numbers)
+    has the embedding too.
     """
     full: dict[str, torch.Tensor] = {}
-    if first:
+    if first or mtp:
         full["embedding.word_embeddings.weight"] = _pad_rows(hf["model.embed_tokens.weight"], padded_vocab)
     for local, layer in enumerate(layers):
         for name, tensor in full_layer(hf, config, layer, names=names).items():
             full[f"decoder.layers.{local}.{name}"] = tensor
     if last:
         full["decoder.final_layernorm.weight"] = hf["model.norm.weight"]
-        if not config["tie_word_embeddings"]:
-            full["output_layer.weight"] = _pad_rows(hf["lm_head.weight"], padded_vocab)
-        elif not first:
-            full["output_layer.weight"] = _pad_rows(hf["model.embed_tokens.weight"], padded_vocab)
-    return {name: cut(name, tensor, tp=tp, tp_rank=tp_rank) for name, tensor in full.items()}
+    for local, layer in enumerate(mtp):
+        for name in ("enorm.weight", "hnorm.weight", "eh_proj.weight"):
+            full[f"mtp.layers.{local}.{name}"] = hf[f"model.layers.{layer}.{name}"]
+        full[f"mtp.layers.{local}.final_layernorm.weight"] = hf[f"model.layers.{layer}.shared_head.norm.weight"]
+        for name, tensor in full_layer(hf, config, layer, names=names).items():
+            full[f"mtp.layers.{local}.transformer_layer.{name}"] = tensor
+    if last and not config["tie_word_embeddings"]:
+        full["output_layer.weight"] = _pad_rows(hf["lm_head.weight"], padded_vocab)
+    elif last and not first:
+        full["output_layer.weight"] = _pad_rows(hf["model.embed_tokens.weight"], padded_vocab)
+    cut_ones = {name: cut(name, tensor, tp=place.tp, tp_rank=place.tp_rank, names=names) for name, tensor in full.items()}
+    numbered = [("decoder.layers", layers), ("mtp.layers", mtp)]
+    return cut_ones | {f"{stem}.{local}.{'transformer_layer.' * (stem == 'mtp.layers')}{name}": tensor
+                       for stem, numbers in numbered for local, layer in enumerate(numbers)
+                       for name, tensor in expert_shards(of_layer(hf, layer), place, container).items()}
 
 
-def full_layer(hf: Tensors, config: Mapping[str, Any], layer: int, *,
-               names: Names = "local") -> dict[str, torch.Tensor]:
-    """Megatron name within the layer -> tensor as if TP were 1."""
-    of = {name.removeprefix(f"model.layers.{layer}."): tensor for name, tensor in hf.items()
-          if name.startswith(f"model.layers.{layer}.")}
-    input_norm, mlp_norm = NORMS[names]
-    full = {
-        input_norm: of["input_layernorm.weight"],
-        "self_attention.linear_qkv.weight": _interleave(of, config, "weight"),
-        "self_attention.linear_proj.weight": of["self_attn.o_proj.weight"],
-        mlp_norm: of["post_attention_layernorm.weight"],
-        "mlp.linear_fc1.weight": torch.cat([of["mlp.gate_proj.weight"], of["mlp.up_proj.weight"]]),
-        "mlp.linear_fc2.weight": of["mlp.down_proj.weight"],
-    }
+def of_layer(hf: Tensors, layer: int) -> dict[str, torch.Tensor]:
+    """The tensors of one HF layer, by their names inside it."""
+    prefix = f"model.layers.{layer}."
+    return {name.removeprefix(prefix): tensor for name, tensor in hf.items() if name.startswith(prefix)}
+
+
+def full_layer(hf: Tensors, config: Mapping[str, Any], layer: int, *, names: Names = "local") -> dict[str, torch.Tensor]:
+    """Megatron name within the layer -> tensor as if TP were 1; all but the routed experts."""
+    of = of_layer(hf, layer)
+    full = {"input_layernorm.weight": of["input_layernorm.weight"]}
+    if "self_attn.kv_a_proj_with_mqa.weight" in of:
+        full |= _latent_attention(of)
+    else:
+        full |= _attention(of, config)
+    full["pre_mlp_layernorm.weight"] = of["post_attention_layernorm.weight"]
+    full |= full_mixture(of) or _mlp(of)
+    return _fused_norms(full) if names == "te" else full
+
+
+def _attention(of: Tensors, config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    full = {"self_attention.linear_qkv.weight": _interleave(of, config, "weight"),
+            "self_attention.linear_proj.weight": of["self_attn.o_proj.weight"]}
     if "self_attn.q_proj.bias" in of:
         full["self_attention.linear_qkv.bias"] = _interleave(of, config, "bias")
     if "self_attn.q_norm.weight" in of:
@@ -99,23 +114,38 @@ def full_layer(hf: Tensors, config: Mapping[str, Any], layer: int, *,
     return full
 
 
-def cut(name: str, tensor: torch.Tensor, *, tp: int, tp_rank: int) -> torch.Tensor:
-    """The part of a full Megatron tensor that tensor parallel rank `tp_rank` holds; a copy."""
-    if name.endswith(HALVES_OVER_RANKS):
-        gate, up = tensor[: len(tensor) // 2], tensor[len(tensor) // 2:]
-        return torch.cat([_slice(gate, 0, tp, tp_rank), _slice(up, 0, tp, tp_rank)])
-    if name.endswith(ROWS_OVER_RANKS):
-        return _slice(tensor, 0, tp, tp_rank).clone()
-    if name.endswith(COLUMNS_OVER_RANKS):
-        return _slice(tensor, 1, tp, tp_rank).clone()
-    return tensor.clone()
+LATENT_ATTENTION = {
+    "linear_q_proj.weight": "q_proj.weight",
+    "linear_q_down_proj.weight": "q_a_proj.weight", "q_layernorm.weight": "q_a_layernorm.weight",
+    "linear_q_up_proj.weight": "q_b_proj.weight",
+    "linear_kv_down_proj.weight": "kv_a_proj_with_mqa.weight", "kv_layernorm.weight": "kv_a_layernorm.weight",
+    "linear_kv_up_proj.weight": "kv_b_proj.weight", "linear_proj.weight": "o_proj.weight",
+}
+"""`MLASelfAttention` (megatron/core/transformer/multi_latent_attention.py): the same matrices under other names."""
 
 
-def _slice(tensor: torch.Tensor, dim: int, tp: int, tp_rank: int) -> torch.Tensor:
-    size = tensor.shape[dim]
-    if size % tp:
-        raise ValueError(f"dimension {dim} of shape {tuple(tensor.shape)} does not divide over {tp} ranks")
-    return tensor.narrow(dim, tp_rank * (size // tp), size // tp)
+def _latent_attention(of: Tensors) -> dict[str, torch.Tensor]:
+    return {f"self_attention.{ours}": of[f"self_attn.{theirs}"] for ours, theirs in LATENT_ATTENTION.items()
+            if f"self_attn.{theirs}" in of}
+
+
+def _mlp(of: Tensors) -> dict[str, torch.Tensor]:
+    return {"mlp.linear_fc1.weight": torch.cat([of["mlp.gate_proj.weight"], of["mlp.up_proj.weight"]]),
+            "mlp.linear_fc2.weight": of["mlp.down_proj.weight"]}
+
+
+FUSED_NORMS = {  # norm of the local spec -> the linear that Transformer Engine fuses it into
+    "input_layernorm.weight": "self_attention.linear_qkv",
+    "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj",
+    "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1",
+}
+
+
+def _fused_norms(full: Tensors) -> dict[str, torch.Tensor]:
+    """The same tensors under Transformer Engine's names: a norm moves into the linear after it, where there is one."""
+    return {f"{FUSED_NORMS[name]}.layer_norm_weight" if f"{FUSED_NORMS.get(name)}.weight" in full else name: tensor
+            for name, tensor in full.items()}
 
 
 def _interleave(of: Tensors, config: Mapping[str, Any], kind: Literal["weight", "bias"]) -> torch.Tensor:

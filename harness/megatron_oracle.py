@@ -7,110 +7,122 @@ Engine.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from harness import megatron_cpu
 from harness.checkpoints import read_checkpoint, read_config
-from harness.cutter import head_dim, padded_vocab_size, shard_tensors, stage_layers
+from harness.cutter import head_dim, padded_vocab_size, shard_tensors, stage_layers, virtual_layers
+from harness.cutting import Place
+from harness.megatron_config import transformer_config
+from harness.model_shapes import experts_of, mtp_layers
 
 
-def build_megatron_model(hf_dir: str | Path, *, device: torch.device | str = "cpu",
-                         dtype: torch.dtype = torch.bfloat16) -> list[torch.nn.Module]:
-    """This rank's model chunks (one), wrapped in Float16Module as Megatron's training loop does, with `hf_dir`'s
-    weights.
+def build_megatron_model(hf_dir: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16,
+                         settings: Mapping[str, Any] | None = None,
+                         layers: Sequence[Sequence[Sequence[int]]] | None = None) -> list[torch.nn.Module]:
+    """This rank's model chunks, wrapped in Float16Module as Megatron's training loop does, with `hf_dir`'s weights.
+
+    `settings`: fields of TransformerConfig that split the layers otherwise than evenly; then `layers` says which global
+    layers (from 0) each stage's chunks must get: a literal of the test, not computed by Megatron.
 
     `dtype=torch.float32` leaves the wrapper out: bf16 weights held in float32, whose logits are those of transformers
     to rounding (1e-5 instead of 1e-1), so that a comparison of forwards leaves no room for a wrong weight.
     """
     megatron_cpu.install()
     hf = read_config(hf_dir)
-    tp = mpu.get_tensor_model_parallel_world_size()
-    config = transformer_config(hf, dtype=dtype)
-    model = GPTModel(
-        config,
-        get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm"),
-        vocab_size=padded_vocab_size(hf["vocab_size"], tp=tp),
-        max_sequence_length=hf["max_position_embeddings"],
-        pre_process=mpu.is_pipeline_first_stage(),
-        post_process=mpu.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=hf["tie_word_embeddings"],
-        position_embedding_type="rope",
-        rotary_base=hf["rope_theta"],
-    )
-    chunk: torch.nn.Module = model if dtype == torch.float32 else Float16Module(config, model)
-    chunks = [chunk.to(device).eval()]
+    config = transformer_config(hf, dtype=dtype, settings=settings)
+    vpp = mpu.get_virtual_pipeline_model_parallel_world_size()
+    models = [_build_chunk(hf, config, None if vpp is None else chunk) for chunk in range(vpp or 1)]
+    built = [[layer.layer_number - 1 for layer in model.decoder.layers] for model in models]
+    expected = [list(chunk) for chunk in _expected_layers(hf, layers, vpp)]
+    if built != expected:
+        raise AssertionError(f"Megatron built layers {built} on this stage (by chunk), {expected} were expected")
+    chunks: list[torch.nn.Module] = [model if dtype == torch.float32 else Float16Module(config, model) for model in models]
+    chunks = [chunk.to(device).eval() for chunk in chunks]
     load_step(chunks, hf_dir)
     return chunks
 
 
-def transformer_config(hf: dict[str, Any], *, dtype: torch.dtype = torch.bfloat16) -> TransformerConfig:
-    """Megatron's configuration of the model that `hf` (config.json) describes, for this world's TP and PP sizes."""
-    pp = mpu.get_pipeline_model_parallel_world_size()
-    stages = stage_layers(hf["num_hidden_layers"], pp=pp)
-    uneven = len({len(stage) for stage in stages}) > 1
-    return TransformerConfig(
-        num_layers=hf["num_hidden_layers"],
-        num_layers_in_first_pipeline_stage=len(stages[0]) if uneven else None,
-        hidden_size=hf["hidden_size"],
-        ffn_hidden_size=hf["intermediate_size"],
-        num_attention_heads=hf["num_attention_heads"],
-        num_query_groups=hf["num_key_value_heads"],
-        kv_channels=head_dim(hf),
-        normalization="RMSNorm",
-        layernorm_epsilon=hf["rms_norm_eps"],
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        add_qkv_bias=hf["model_type"] == "qwen2",
-        qk_layernorm=hf["model_type"] == "qwen3",
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        bias_activation_fusion=False,
-        masked_softmax_fusion=False,
-        bf16=dtype == torch.bfloat16,
-        fp16=dtype == torch.float16,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        use_cpu_initialization=True,
-        tensor_model_parallel_size=mpu.get_tensor_model_parallel_world_size(),
-        pipeline_model_parallel_size=pp,
+def _build_chunk(hf: Mapping[str, Any], config: TransformerConfig, vp_stage: int | None) -> GPTModel:
+    where = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
+    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    if experts_of(hf) or config.multi_latent_attention:
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage)
+    last = mpu.is_pipeline_last_stage(**where)
+    mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, vp_stage=vp_stage) \
+        if mtp_layers(hf) and last else None
+    return GPTModel(
+        config,
+        spec,
+        vocab_size=padded_vocab_size(hf["vocab_size"], tp=mpu.get_tensor_model_parallel_world_size()),
+        max_sequence_length=hf["max_position_embeddings"],
+        pre_process=mpu.is_pipeline_first_stage(**where),
+        post_process=last,
+        share_embeddings_and_output_weights=hf["tie_word_embeddings"],
+        position_embedding_type="rope",
+        rotary_base=hf["rope_theta"],
+        rotary_percent=hf.get("partial_rotary_factor", 1.0),
+        mtp_block_spec=mtp,
+        vp_stage=vp_stage,
     )
 
 
+def _expected_layers(hf: Mapping[str, Any], layers: Sequence[Sequence[Sequence[int]]] | None,
+                     vpp: int | None) -> Sequence[Sequence[int]]:
+    """Global layers of this stage's chunks, by the second opinion: the test's literal, or the cutter's own arithmetic."""
+    pp, stage = mpu.get_pipeline_model_parallel_world_size(), mpu.get_pipeline_model_parallel_rank()
+    if layers is not None:
+        return layers[stage]
+    if vpp is not None:
+        return virtual_layers(hf["num_hidden_layers"], pp=pp, vpp=vpp)[stage]
+    return [stage_layers(hf["num_hidden_layers"], pp=pp)[stage]]
+
+
 def load_step(chunks: Sequence[torch.nn.Module], hf_dir: str | Path) -> None:
-    """Overwrite every parameter of this rank's chunk in place with `hf_dir`'s weights, as an optimizer step would.
+    """Overwrite every parameter of this rank's chunks in place with `hf_dir`'s weights, as an optimizer step would.
 
     Strict: the cutter's names must be the model's, every parameter is poisoned first, and none may stay so.
     """
-    (chunk,) = chunks
-    model = inner(chunk)
     hf, config = read_checkpoint(hf_dir), read_config(hf_dir)
-    tp = mpu.get_tensor_model_parallel_world_size()
-    layers = stage_layers(config["num_hidden_layers"], pp=mpu.get_pipeline_model_parallel_world_size())
-    mine = layers[mpu.get_pipeline_model_parallel_rank()]
-    built = [layer.layer_number - 1 for layer in model.decoder.layers]
-    if built != list(mine):
-        raise AssertionError(f"Megatron built layers {built} on this stage, the cutter expects {list(mine)}")
-    shards = shard_tensors(hf, config, tp=tp, tp_rank=mpu.get_tensor_model_parallel_rank(), layers=mine,
-                           first=model.pre_process, last=model.post_process,
-                           padded_vocab=padded_vocab_size(config["vocab_size"], tp=tp))
-    _assign(dict(model.named_parameters()), shards)
+    place = Place(mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank(),
+                  mpu.get_expert_model_parallel_world_size(), mpu.get_expert_model_parallel_rank(),
+                  mpu.get_expert_tensor_parallel_world_size(), mpu.get_expert_tensor_parallel_rank())
+    for chunk in chunks:
+        model = inner(chunk)
+        shards = shard_tensors(hf, config, place=place, layers=[layer.layer_number - 1 for layer in model.decoder.layers],
+                               first=model.pre_process, last=model.post_process,
+                               padded_vocab=padded_vocab_size(config["vocab_size"], tp=place.tp),
+                               mtp=mtp_layers(config) if model.mtp_process else ())
+        _assign(dict(model.named_parameters()) | _router_biases(model), shards)
+
+
+def _router_biases(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The routers' persistent buffers, in float32 as Megatron keeps them whenever it loads a checkpoint or computes."""
+    found = {}
+    for name, module in model.named_modules():
+        if getattr(module, "expert_bias", None) is not None:
+            module._maintain_float32_expert_bias()
+            found[f"{name}.expert_bias"] = module.expert_bias
+    return found
 
 
 @torch.no_grad()
-def _assign(parameters: dict[str, torch.nn.Parameter], shards: dict[str, torch.Tensor]) -> None:
+def _assign(parameters: dict[str, torch.Tensor], shards: dict[str, torch.Tensor]) -> None:
     if parameters.keys() != shards.keys():
         raise AssertionError(f"the model alone has {sorted(parameters.keys() - shards.keys())}, "
                              f"the cutter alone has {sorted(shards.keys() - parameters.keys())}")

@@ -18,7 +18,8 @@ from staged_sync.config import Settings
 from staged_sync.control import Control, Deadline, Status
 from staged_sync.engines.info import EngineInfo
 from staged_sync.errors import CompletenessError, ConfigurationError, bullets
-from staged_sync.exporter import Exporter, TensorMeta
+from staged_sync.exporter import Exporter, Part, TensorMeta
+from staged_sync.peers import PARTS, gather_problems
 from staged_sync.plan import Step, Topology, TopologyError, is_source, plan_update
 from staged_sync.seam import Coordinates, Seam, Wire
 from staged_sync.session import Fleet
@@ -46,6 +47,7 @@ class Local:
     exporter: Exporter | None
     index: Mapping[str, TensorMeta]
     announces: Sequence[TensorMeta]
+    gathers: Mapping[Part, Sequence[str]]
     problems: Sequence[str]
 
 
@@ -64,14 +66,17 @@ def look_around(seam: Seam, checkpoint: Any, make_exporter: Callable[[Mapping[st
             found.append(str(error))
     exporter = None
     announces: Sequence[TensorMeta] = ()
+    gathers: dict[Part, Sequence[str]] = {}
     try:
         exporter = make_exporter(index or None)
         found += exporter.problems()
         if is_source(me) and not found:
             announces = exporter.describe()
+        if not found:
+            gathers = {part: exporter.gathers(part) for part in PARTS}
     except Exception as error:
         found.append(f"the exporter cannot be built: {type(error).__name__}: {error}")
-    return Local(exporter, index, announces, found)
+    return Local(exporter, index, announces, gathers, found)
 
 
 def negotiate(seam: Seam, trace: Trace, control: Control, settings: Settings, local: Local, engines: Sequence[Any],
@@ -86,6 +91,8 @@ def negotiate(seam: Seam, trace: Trace, control: Control, settings: Settings, lo
         announced = tuple(_metas(statuses[rank].data["announces"]) for rank in topology.sources)
     except TopologyError as error:
         raise ConfigurationError([str(error)]) from error
+    if problems := gather_problems(topology, [status.data["gathers"] for status in statuses]):
+        raise ConfigurationError(problems)
     wire = Wire(seam.backend, settings.packed, settings.packed_buffer_bytes)
 
     verdict: dict[str, Any] = {}
@@ -106,6 +113,7 @@ def negotiate(seam: Seam, trace: Trace, control: Control, settings: Settings, lo
 
 def _introduce(seam: Seam, local: Local) -> dict[str, Any]:
     return {"coordinates": astuple(seam.coordinates()), "problems": list(local.problems),
+            "gathers": dict(local.gathers),
             "announces": [[m.name, str(m.dtype).removeprefix("torch."), list(m.shape)] for m in local.announces]}
 
 

@@ -65,6 +65,10 @@ class Exporter(Protocol):
     def units(self, part: Part) -> Sequence[Unit]:
         """The steps of one pass: same labels, order and number on every gather peer of the pass. Local."""
 
+    def gathers(self, part: Part) -> list[str]:
+        """What this rank brings into the gathers of one pass, in few lines: equal on all gather peers of the pass, or they would
+        hang, or mix up what they gather. Compared at connect. Local, from parameter metadata."""
+
     def optional(self, name: str) -> bool:
         """The family's rule for HF names that the checkpoint may have and nobody sends, or the other way round (a tied
         lm_head, rotary buffers)."""

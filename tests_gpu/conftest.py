@@ -114,7 +114,7 @@ def deadline(request: pytest.FixtureRequest, world: World) -> Deadline:
 
 
 Checkpoints = Callable[..., str]
-ThreeUpdates = Callable[..., list[SyncReport]]
+ThreeUpdates = Callable[..., tuple[SyncJob, list[SyncReport]]]
 
 
 @pytest.fixture(scope="session")
@@ -158,9 +158,9 @@ def exact(request: pytest.FixtureRequest) -> Callable[[SyncReport], SyncReport]:
 def three_updates(request: pytest.FixtureRequest, worlds: WorldPool, checkpoints: Checkpoints,
                   exact: Callable[[SyncReport], SyncReport]) -> ThreeUpdates:
     """`three_updates(sizes, family, build=…, args=…, **shape)`: a job of its own topology with one engine, and three updates with
-    three steps' weights, each exact; their reports."""
+    three steps' weights, each exact; the job and their reports."""
     def updates(sizes: dict[str, int], family: str, *, build: dict[str, Any] | None = None, args: dict[str, Any] | None = None,
-                **shape: Any) -> list[SyncReport]:
+                **shape: Any) -> tuple[SyncJob, list[SyncReport]]:
         topology = Topology(engines=1, **sizes)
         topology = msgspec.structs.replace(topology, device=choose(request.config.option.device, topology.world_size).name)
         steps = [checkpoints(family, step, **shape) for step in (0, 1, 2)]
@@ -172,6 +172,6 @@ def three_updates(request: pytest.FixtureRequest, worlds: WorldPool, checkpoints
         for step in steps:
             job.load(step)
             reports.append(exact(job.update()))
-        return reports
+        return job, reports
 
     return updates

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -88,18 +89,24 @@ class StubExporter:
     def _own_shard(self, meta: TensorMeta, part: Part) -> torch.Tensor:
         me = self._seam.coordinates()
         index, of = (me.tp, me.tp_size) if part == "dense" else (me.ep * me.etp_size + me.etp, me.ep_size * me.etp_size)
-        flat = values(meta, self._step()).reshape(-1).view(torch.uint8)
-        each = math.ceil(flat.numel() / of)
-        padded = torch.cat([flat, flat.new_zeros(each * of - flat.numel())])
-        return padded[index * each:(index + 1) * each]
+        return _shard(meta, self._step(), index, of)
 
     def _group_size(self, group: GatherGroup) -> int:
         me = self._seam.coordinates()
         return {"tp": me.tp_size, "etp": me.etp_size, "ep": me.ep_size}[group]
 
 
+@functools.lru_cache(maxsize=4096)
+def _shard(meta: TensorMeta, step: int, index: int, of: int) -> torch.Tensor:
+    """A rank's parameter: read, never written to."""
+    flat = values(meta, step).reshape(-1).view(torch.uint8)
+    each = math.ceil(flat.numel() / of)
+    padded = torch.cat([flat, flat.new_zeros(each * of - flat.numel())])
+    return padded[index * each:(index + 1) * each]
+
+
 def _joined(meta: TensorMeta, shards: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat(list(shards))[:meta.nbytes].clone().view(meta.dtype).reshape(meta.shape)
+    return torch.cat(list(shards))[:meta.nbytes].view(meta.dtype).reshape(meta.shape)
 
 
 class Touched(AssertionError):

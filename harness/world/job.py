@@ -51,7 +51,8 @@ class SyncJob:
     """Trainer ranks with `checkpoint`'s weights, engines with none, and the library between them."""
 
     def __init__(self, world: World, checkpoint: str, deadline: Deadline, *, scenario: str = "main job",
-                 engines: int | None = None, args: dict[str, Any] | None = None, backend: str = "gloo") -> None:
+                 engines: int | None = None, args: dict[str, Any] | None = None, backend: str = "gloo",
+                 build: dict[str, Any] | None = None) -> None:
         self.world = world
         self.deadline = deadline
         self.scenario = scenario
@@ -61,7 +62,7 @@ class SyncJob:
         """What `trainer.update` returned, by update and rank."""
         receivers = list(world.receiver_ranks)[:engines]
         values = world.run(prepare, on=[*world.trainer_ranks, *receivers], deadline=deadline, checkpoint=checkpoint,
-                           args=args or {}, timeout_s=self._join_s, backend=backend)
+                           args=args or {}, timeout_s=self._join_s, backend=backend, build=build)
         self.engines = [Engine(rank, target) for rank, target in
                         zip(receivers, values[world.topology.trainers:], strict=True)]
         self.chosen = self.engines
@@ -175,12 +176,13 @@ class SyncJob:
                               deadline=self.deadline, **kwargs)
 
 
-def prepare(context: RankContext, *, checkpoint: str, args: dict[str, Any], timeout_s: float, backend: str) -> Any:
+def prepare(context: RankContext, *, checkpoint: str, args: dict[str, Any], timeout_s: float, backend: str,
+            build: dict[str, Any] | None = None) -> Any:
     """Models and engines at the same time, each rank its own; imports only what its side needs."""
     if context.is_trainer:
         from harness.world import trainer
 
-        return trainer.setup(context, checkpoint=checkpoint, args=args, timeout_s=timeout_s)
+        return trainer.setup(context, checkpoint=checkpoint, args=args, timeout_s=timeout_s, build=build)
     from harness.world import receiver
 
     return receiver.prepare(context, checkpoint=checkpoint, backend=backend)

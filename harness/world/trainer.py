@@ -36,11 +36,13 @@ class Trainer:
     updater: UpdateWeightFromDistributed
 
 
-def setup(context: RankContext, *, checkpoint: str, args: dict[str, Any], timeout_s: float) -> None:
-    """Build this rank's share of the model and an updater. May be called again for another checkpoint or other args."""
+def setup(context: RankContext, *, checkpoint: str, args: dict[str, Any], timeout_s: float,
+          build: dict[str, Any] | None = None) -> None:
+    """Build this rank's share of the model and an updater. May be called again for another checkpoint or other args. `build`:
+    how layers are split, see `build_megatron_model`."""
     _join_world(context, timeout_s)
     device = _device(context)
-    model = build_megatron_model(checkpoint, device=device)
+    model = build_megatron_model(checkpoint, device=device, **build or {})
     settings = megatron_args(checkpoint, **TIMEOUTS | args)
     store = dist.PrefixStore(f"updater/{_count(context, 'updaters')}", context.state["store"])
     updater = UpdateWeightFromDistributed(settings, model, None, model_name=_family(checkpoint),
@@ -115,7 +117,9 @@ def _join_world(context: RankContext, timeout_s: float) -> None:
     backend = "cpu:gloo,cuda:nccl" if topology.device == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=context.rank, world_size=topology.trainers,
                             timeout=timedelta(seconds=timeout_s))
-    mpu.initialize_model_parallel(topology.tp, topology.pp)
+    mpu.initialize_model_parallel(
+        topology.tp, topology.pp, topology.vpp if topology.vpp > 1 else None, context_parallel_size=topology.cp,
+        expert_model_parallel_size=topology.ep, expert_tensor_parallel_size=topology.etp)
 
 
 def _device(context: RankContext) -> torch.device:

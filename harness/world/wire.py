@@ -14,17 +14,24 @@ _DTYPE = 1
 
 
 class Topology(msgspec.Struct, frozen=True):
-    """Ranks [0, trainers) are Megatron's, the next `engines` ranks are receivers with one vLLM engine each."""
+    """Ranks [0, trainers) are Megatron's, the next `engines` ranks are receivers with one vLLM engine each.
+
+    `vpp`: model chunks per rank (1: no virtual pipeline). `ep` and `etp` divide the ranks of a stage anew for experts.
+    """
 
     tp: int = 1
     pp: int = 1
     dp: int = 1
     engines: int = 1
     device: str = "cpu"
+    cp: int = 1
+    vpp: int = 1
+    ep: int = 1
+    etp: int = 1
 
     @property
     def trainers(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.dp * self.cp
 
     @property
     def world_size(self) -> int:
@@ -35,7 +42,8 @@ class Topology(msgspec.Struct, frozen=True):
         return f"rank{rank}" if rank < self.trainers else f"engine{rank - self.trainers}"
 
     def short(self) -> str:
-        return f"tp{self.tp}·pp{self.pp}{f'·dp{self.dp}' if self.dp > 1 else ''}"
+        more = {name: getattr(self, name) for name in ("dp", "cp", "vpp", "ep", "etp")}
+        return "·".join([f"tp{self.tp}", f"pp{self.pp}", *(f"{name}{size}" for name, size in more.items() if size > 1)])
 
     def text(self) -> str:
         return f"{self.short()} + {self.engines} engine{'s' if self.engines != 1 else ''} on {self.device}"

@@ -8,37 +8,40 @@ recomputed from offsets: uneven, virtual and custom pipeline layouts would each 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
-from staged_sync.megatron.families.common import layer_of, template_of
+from staged_sync.megatron.experts import take_apart
+from staged_sync.megatron.families.common import expert_of, layer_of, template_of
 
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """One parameter: Megatron name with the global layer number (from 0), and the config of the module that owns it."""
+    """One parameter, or one expert of a grouped one: Megatron name with the global layer number (from 0) and the local expert
+    number, and the config of the module that owns it."""
 
     name: str
-    parameter: nn.Parameter
+    parameter: torch.Tensor
     config: Any | None
+    is_buffer: bool = False
 
 
 def locate(chunks: Sequence[nn.Module]) -> tuple[list[Located], list[str]]:
-    """All parameters (no buffers) of all chunks in the model's order, and what is wrong with their names."""
+    """All parameters and persistent buffers of all chunks in the model's order, and what is wrong with their names."""
     located: list[Located] = []
     problems: list[str] = []
     for index, chunk in enumerate(chunks):
-        found, unnumbered = _locate_chunk(unwrap(chunk))
+        found, wrong = _locate_chunk(unwrap(chunk))
         located += found
-        if unnumbered:
-            problems.append(f"chunk {index}: cannot tell the global layer numbers of {', '.join(unnumbered)}: these "
-                            f"modules have no layer_number, which Megatron's TransformerLayer has")
-    names = [entry.name for entry in located]
-    if duplicates := {name for name in names if names.count(name) > 1}:
-        problems.append(f"several modules of this rank claim to be {summary(duplicates)}: layer_number must differ")
+        problems += [f"chunk {index}: {line}" for line in wrong]
+    names = [entry.name for entry in located if not entry.is_buffer]
+    if len(set(names)) < len(names):
+        twice = dict.fromkeys(name for name in names if names.count(name) > 1)
+        problems.append(f"several modules of this rank claim to be {summary(twice)}: layer_number must differ")
     return located, problems
 
 
@@ -56,32 +59,59 @@ _LAYER_PREFIX = re.compile(r"((?:.*?\.)?layers)\.(\d+)\.")
 def _locate_chunk(model: nn.Module) -> tuple[list[Located], list[str]]:
     numbers = {path: getattr(module, "layer_number", None) for path, module in model.named_modules()
                if _LAYER_MODULE.fullmatch(path)}
-    found = []
-    for name, parameter in model.named_parameters():
-        config = _config_of(model, name)
+    unnumbered = [path for path, number in numbers.items() if not isinstance(number, int)]
+    problems = [] if not unnumbered else [
+        f"cannot tell the global layer numbers of {', '.join(unnumbered)}: these modules have no layer_number, which "
+        f"Megatron's TransformerLayer has"]
+    located = []
+    for name, tensor, is_buffer in _tensors(model):
         layer = _LAYER_PREFIX.match(name)
-        if layer is None:
-            found.append(Located(name, parameter, config))
-        elif isinstance(number := numbers[f"{layer[1]}.{layer[2]}"], int):
-            found.append(Located(f"{layer[1]}.{number - 1}.{name[layer.end():]}", parameter, config))
-    return found, [path for path, number in numbers.items() if not isinstance(number, int)]
+        number = None if layer is None else numbers[f"{layer[1]}.{layer[2]}"]
+        if layer is not None and not isinstance(number, int):
+            continue
+        full = name if layer is None or number is None else f"{layer[1]}.{number - 1}.{name[layer.end():]}"
+        config, owner = _owner(model, name)
+        try:
+            located += [Located(part, piece, config, is_buffer) for part, piece in take_apart(full, tensor, owner)]
+        except ValueError as error:
+            problems.append(str(error))
+    return located, problems
 
 
-def _config_of(model: nn.Module, name: str) -> Any | None:
-    """The config of the nearest module around parameter `name` that has one."""
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Parameters and persistent buffers, module by module: a buffer goes out next to its module's parameters."""
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield prefix + name, parameter, False
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield prefix + name, buffer, True
+
+
+def _owner(model: nn.Module, name: str) -> tuple[Any | None, nn.Module]:
+    """The config of the nearest module around `name` that has one, and the module that holds it."""
     config, module = getattr(model, "config", None), model
     for step in name.split(".")[:-1]:
         module = getattr(module, step)
         config = getattr(module, "config", config)
-    return config
+    return config, module
 
 
 def summary(names: Iterable[str]) -> str:
-    """Names as one line: those that differ by the layer only are written once, with the layers' numbers."""
-    layers: dict[str, list[int]] = {}
+    """Names as one line: those that differ by the layer or the expert only are written once, with the numbers."""
+    layers: dict[str, tuple[set[int], set[int]]] = {}
     for name in names:
-        numbers = layers.setdefault(template_of(name), [])
-        if (layer := layer_of(name)) is not None:
-            numbers.append(layer)
-    return ", ".join(template.replace("{layer}", "{" + ",".join(map(str, sorted(numbers))) + "}")
-                     for template, numbers in layers.items())
+        numbers = layers.setdefault(template_of(name), (set(), set()))
+        for found, number in zip(numbers, (layer_of(name), expert_of(name)), strict=True):
+            if number is not None:
+                found.add(number)
+    return ", ".join(template.replace("{layer}", _numbers(of_layers)).replace("{expert}", _numbers(of_experts))
+                     for template, (of_layers, of_experts) in layers.items())
+
+
+def _numbers(numbers: Iterable[int]) -> str:
+    return "{" + ",".join(map(str, sorted(numbers))) + "}"

@@ -1,44 +1,43 @@
-"""Raw export: our own converters, with collectives only inside the stage's tensor parallel group."""
+"""Raw export: our own converters, with collectives only inside the stage's tensor, expert-tensor and expert parallel groups."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
+from staged_sync.config import read_settings
 from staged_sync.errors import ConfigurationError
 from staged_sync.exporter import Contract, NamedTensor, Part, TensorMeta
+from staged_sync.megatron.experts import global_number
 from staged_sync.megatron.families import UnknownFamily, find_family
-from staged_sync.megatron.families.common import EMBEDDING, HEAD, Family, Rule
-from staged_sync.megatron.gathering import Partition, gather_shards, join_shards, partition_of
-from staged_sync.megatron.parameters import Located, locate, summary, unwrap
-from staged_sync.megatron.sizes import Sizes, differing_settings, read_hf_config, read_sizes
-from staged_sync.seam import Seam
+from staged_sync.megatron.families.common import EMBEDDING, HEAD, Family, expert_of
+from staged_sync.megatron.gathering import Shards, gather_shards, join_shards, partition_of
+from staged_sync.megatron.inspection import Inspection
+from staged_sync.megatron.parameters import Located, locate, unwrap
+from staged_sync.megatron.signature import signature
+from staged_sync.megatron.sizes import Sizes, read_hf_config, read_sizes
+from staged_sync.megatron.units import Piece, RawUnit, units_of
+from staged_sync.seam import GatherGroup, Seam
 from staged_sync.trace import Trace
-
-
-@dataclass(frozen=True, slots=True)
-class RawUnit:
-    """One Megatron parameter of this stage; `label` is its name with the global layer number."""
-
-    label: str
-    parameter: nn.Parameter
-    rule: Rule
-    partition: Partition
 
 
 class RawExporter:
     """Exports this rank's stage, all of its model chunks, as HF tensors (`staged_sync.exporter.Exporter`).
 
     `hf_tensors` is the header of the HF checkpoint (name -> `TensorMeta`). Each tensor is sent in the checkpoint's
-    dtype: an fp32 norm of a bf16 checkpoint goes out as bf16, an fp32 tensor stays fp32. A tensor that it does not
+    dtype: an fp32 norm of a bf16 checkpoint goes out as bf16, an fp32 router bias stays fp32. A tensor that it does not
     name, or all of them where it is None, keeps the parameter's dtype.
 
     The constructor never raises: whatever is wrong is said by `problems()`. `describe`, `units`, `gather` and `convert`
     need a model without problems. The model is walked anew each time, so parameters may be replaced between updates.
+
+    Memory on the source, besides the bucket that is being filled: one unit as gathered and, where tensors are cut, once more
+    as joined. Units of experts are at most half a bucket, so that all of it stays within two buckets plus the largest tensor.
+    Gather peers hold one unit as gathered, and nothing else.
     """
 
     contract: Contract = "stage_local"
@@ -50,6 +49,7 @@ class RawExporter:
         self._trace = trace
         self._hf_tensors = hf_tensors or {}
         self._config = next((c for chunk in model if (c := getattr(unwrap(chunk), "config", None)) is not None), None)
+        self._limit_bytes = read_settings(args)[0].bucket_bytes // 2
         hf_config, self._setup_problems = read_hf_config(args)
         self._family = self._find_family(hf_config, model_name)
         self._sizes = self._read_sizes(args, hf_config)
@@ -67,7 +67,7 @@ class RawExporter:
             return None
 
     def _read_sizes(self, args: Any, hf_config: dict[str, Any]) -> Sizes | None:
-        sizes, problems = read_sizes(args, self._config, hf_config.get("vocab_size"))
+        sizes, problems = read_sizes(args, self._config, hf_config)
         self._setup_problems += problems
         return sizes
 
@@ -81,9 +81,16 @@ class RawExporter:
                 f"share_embeddings_and_output_weights={not in_hf}: engine and trainer would not be the same model")
         return bool(in_hf) if in_hf is not None else True in in_model
 
+    @property
+    def _mtp_layers(self) -> range:
+        """HF's numbers of the multi-token-prediction layers that the trainer has: they follow the decoder's."""
+        first = (self._sizes.num_layers if self._sizes else None) or 0
+        return range(first, first + (getattr(self._config, "mtp_num_layers", None) or 0))
+
     def optional(self, hf_name: str) -> bool:
         """Whether the HF checkpoint may name or lack `hf_name`: the family's rule, for `coverage_problems`."""
-        return self._family is not None and self._family.is_optional(hf_name, tied=self.tied)
+        return self._family is not None and self._sizes is not None and self._family.is_optional(
+            hf_name, tied=self.tied, decoder_layers=self._sizes.num_layers, mtp_layers=self._mtp_layers)
 
     # --- problems ---------------------------------------------------------------------------------------------------
 
@@ -91,41 +98,8 @@ class RawExporter:
         """Everything in this rank's model that cannot be exported, as full sentences; empty if none. Local."""
         located, problems = locate(self._model)
         problems = self._setup_problems + problems
-        if empty := [entry.name for entry in located if entry.parameter.numel() == 0]:
-            problems.append(f"parameters without storage (offloaded?): {summary(empty)}. Load the model back to the "
-                            f"device before weights are synchronised")
-        if self._family is None or self._sizes is None:
-            return problems
-        family = self._family
-        if unknown := [entry.name for entry in located if family.rule(entry.name) is None]:
-            problems.append(f"family {'/'.join(family.model_types)} has no rule for the Megatron parameters "
-                            f"{summary(unknown)}; see docs/adding-a-model-family.md")
-        configs = {id(entry.config): entry.config for entry in located}
-        problems += dict.fromkeys(line for config in configs.values()
-                                  for line in differing_settings(config, family.required))
-        return problems + [line for entry in located if entry.parameter.numel() > 0
-                           and (line := self._shape_problem(entry, self._sizes))]
-
-    def _shape_problem(self, entry: Located, sizes: Sizes) -> str | None:
-        """What is wrong with the full shape of a parameter as it would be gathered, if anything."""
-        assert self._family is not None
-        if (rule := self._family.rule(entry.name)) is None:
-            return None
-        try:
-            partition = partition_of(entry.parameter, rule.layout, rule.part, self._seam.coordinates())
-        except ValueError as error:
-            return f"{entry.name} {error}"
-        full = partition.full_shape(entry.parameter.shape)
-        expected = tuple(sizes.dimensions()[name] for name in rule.shape)
-        fits = len(full) == len(expected) and all(
-            have >= want if name == "vocabulary" else have == want
-            for name, have, want in zip(rule.shape, full, expected, strict=True))
-        if fits:
-            return None
-        how = (f"cut along dimension {partition.dim} over {partition.ranks} {partition.group} ranks"
-               if partition.ranks > 1 else "whole on this rank (one rank, or not marked tensor_model_parallel)")
-        return (f"{entry.name} is {list(entry.parameter.shape)} here, {how}, so {list(full)} in full; "
-                f"the configuration says {list(expected)} ({', '.join(rule.shape)})")
+        inspection = Inspection(self._family, self._sizes, self._seam.coordinates(), self._hf_tensors)
+        return problems + inspection.problems(located)
 
     # --- the export -------------------------------------------------------------------------------------------------
 
@@ -134,46 +108,73 @@ class RawExporter:
         metas = []
         for part in ("dense", "expert"):
             for unit in self.units(part):
-                shard = torch.empty_like(unit.parameter, device="meta")
-                metas += [TensorMeta(name, tensor.dtype, tuple(tensor.shape))
-                          for name, tensor in self.convert(unit, [shard] * unit.partition.ranks)]
+                shards = [[torch.empty(p.parameter.shape, dtype=p.parameter.dtype, device="meta")]
+                          * (p.partition.ranks * p.partition.ep) for p in unit.pieces]
+                metas += [TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.convert(unit, shards)]
         return metas
 
     def units(self, part: Part) -> list[RawUnit]:
-        """One unit per parameter of the pass, in the model's order. Raises `ConfigurationError` for an unknown name."""
-        at = self._seam.coordinates()
-        units = []
+        """The units of the pass, in the model's order. Raises `ConfigurationError` for an unknown name."""
+        return units_of([self._piece(entry) for entry in self._exported(part)], part, self._limit_bytes)
+
+    def gathers(self, part: Part) -> list[str]:
+        """What this rank brings into the gathers of the pass, in few lines: see `signature`."""
+        return signature(self.units(part))
+
+    def _exported(self, part: Part) -> Iterator[Located]:
+        stage = self._seam.coordinates().pp
         for entry in locate(self._model)[0]:
             rule = self._family.rule(entry.name) if self._family else None
-            if rule is None:
+            if rule is None and not entry.is_buffer:
                 raise ConfigurationError(self.problems())
-            if rule.part == part and not self._sent_elsewhere(entry.name, at.pp):
-                units.append(RawUnit(entry.name, entry.parameter, rule,
-                                     partition_of(entry.parameter, rule.layout, part, at)))
-        return units
+            if rule is not None and rule.part == part and not self._sent_elsewhere(entry.name, stage):
+                yield entry
+
+    def _piece(self, entry: Located) -> Piece:
+        assert self._family is not None and self._sizes is not None
+        rule = self._family.rule(entry.name)
+        assert rule is not None
+        expected = [self._sizes.dimensions()[name] for name in rule.shape]
+        partition = partition_of(entry.parameter, rule.layout, rule.part, self._seam.coordinates(), expected)
+        return Piece(entry.name, entry.parameter, rule, partition, entry.is_buffer)
 
     def _sent_elsewhere(self, name: str, stage: int) -> bool:
         """Copies of the embedding that Megatron keeps on later stages (a tied head, MTP): the first stage sends it."""
         return (name == HEAD and self.tied) or (name == EMBEDDING and stage != 0)
 
-    def gather(self, unit: RawUnit, *, timeout_s: float) -> list[torch.Tensor]:
-        """The parameter's shards by group rank. A collective of the unit's group, except where nothing is cut."""
-        if unit.partition.ranks == 1 or self._trace is None:
-            return gather_shards(self._seam, unit.label, unit.parameter, unit.partition, timeout_s=timeout_s)
-        with self._trace.waiting("gather", detail=unit.label, group=unit.partition.group):
-            return gather_shards(self._seam, unit.label, unit.parameter, unit.partition, timeout_s=timeout_s)
+    def gather(self, unit: RawUnit, *, timeout_s: float) -> list[Shards]:
+        """Every piece's shards. Collectives of the unit's groups, except where nothing is cut."""
+        def all_gather(tensor: torch.Tensor, group: GatherGroup) -> list[torch.Tensor]:
+            waiting = nullcontext() if self._trace is None else self._trace.waiting("gather", detail=unit.label, group=group)
+            with waiting:
+                return self._seam.all_gather(tensor, group, timeout_s=timeout_s)
 
-    def convert(self, unit: RawUnit, gathered: Sequence[torch.Tensor]) -> list[NamedTensor]:
+        return gather_shards(all_gather, unit.label, [piece.parameter for piece in unit.pieces],
+                             [piece.partition for piece in unit.pieces])
+
+    def convert(self, unit: RawUnit, gathered: Sequence[Shards]) -> list[NamedTensor]:
         """HF names and full tensors, in the HF checkpoint's dtype. Views of the model where nothing was gathered."""
-        assert self._family is not None and self._sizes is not None
-        full = join_shards(gathered, unit.partition)
-        named = self._with_tied_names(self._family.to_hf(unit.label, full, self._sizes))
+        named = [pair for piece, shards in zip(unit.pieces, gathered, strict=True) for pair in self._convert(piece, shards)]
         return [(name, tensor.to(self._hf_tensors[name].dtype) if name in self._hf_tensors else tensor)
                 for name, tensor in named]
 
-    def _with_tied_names(self, named: list[NamedTensor]) -> list[NamedTensor]:
-        """A tied model's HF checkpoint decides whether the head is a tensor of its own: if it names it, it is sent."""
-        if not self.tied or self._family is None:
-            return named
-        return named + [(alias, tensor) for name, tensor in named for alias, original in self._family.tied_names.items()
-                        if original == name and alias in self._hf_tensors]
+    def _convert(self, piece: Piece, shards: Shards) -> list[NamedTensor]:
+        assert self._family is not None and self._sizes is not None
+        at, named = self._seam.coordinates(), []
+        for ep_rank in range(piece.partition.ep):
+            mine = shards[ep_rank * piece.partition.ranks:(ep_rank + 1) * piece.partition.ranks]
+            local, expert = expert_of(piece.name), None
+            if local is not None and self._sizes.num_moe_experts is not None:
+                expert = global_number(local, ep_rank, at, self._sizes.num_moe_experts)
+            named += self._family.to_hf(piece.name, join_shards(mine, piece.partition), self._sizes, expert=expert)
+        if piece.is_buffer and self._hf_tensors:  # Megatron keeps buffers that a checkpoint may not know
+            named = [(name, tensor) for name, tensor in named if name in self._hf_tensors]
+        return self._with_copies(named)
+
+    def _with_copies(self, named: list[NamedTensor]) -> list[NamedTensor]:
+        """The HF checkpoint decides whether a copy (a tied head, MTP's embedding) is a tensor of its own: if it names it, it
+        is sent, once, next to the original."""
+        assert self._family is not None
+        return named + [(copy, tensor) for name, tensor in named
+                        for copy in self._family.copies_of(name, tied=self.tied, mtp_layers=self._mtp_layers)
+                        if copy in self._hf_tensors]

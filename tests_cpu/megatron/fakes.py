@@ -1,13 +1,12 @@
 """Megatron models without Megatron: module trees with its names, attributes and layer numbers, filled by the cutter.
 
-And a seam that plays all tensor parallel ranks of one stage: the exporters of all ranks run once to record what each puts
-into its gathers, then the source runs again and gets the shards of all.
+And a seam that plays all ranks of one stage together (`lockstep`), so that what a stage exports comes from real gathers.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,10 +16,13 @@ import torch
 from torch import nn
 
 from harness.checkpoints import checkpoint_tensors
-from harness.cutter import Names, head_dim, shard_tensors
-from staged_sync.exporter import NamedTensor, TensorMeta
+from harness.cutter import head_dim, shard_tensors
+from harness.cutting import Container, Names, Place
+from harness.model_shapes import experts_of, mtp_layers
+from staged_sync.exporter import NamedTensor, Part, TensorMeta
 from staged_sync.megatron.raw_export import RawExporter
 from staged_sync.seam import Coordinates
+from tests_cpu.megatron.lockstep import Lockstep, shipped
 
 PARTITION = {  # name's end -> (partition_dim, partition_stride), as megatron-core 0.16.1 marks its parameters
     "word_embeddings.weight": (0, 1),
@@ -30,7 +32,15 @@ PARTITION = {  # name's end -> (partition_dim, partition_stride), as megatron-co
     "linear_proj.weight": (1, 1),
     "linear_fc1.weight": (0, 2),
     "linear_fc2.weight": (1, 1),
+    "linear_q_proj.weight": (0, 1),
+    "linear_q_up_proj.weight": (0, 1),
+    "linear_kv_up_proj.weight": (0, 1),
+    "eh_proj.weight": (0, 1),
 }
+PARTITION_IF_LOCAL = {"linear_q_down_proj.weight": (0, 1), "linear_kv_down_proj.weight": (0, 1)}
+"""Transformer Engine duplicates these, and marks nothing inside its grouped experts."""
+
+PARTS: tuple[Part, ...] = ("dense", "expert")
 
 
 @dataclass(frozen=True)
@@ -40,10 +50,15 @@ class World:
     config: Mapping[str, Any]
     tp: int
     ranges: Sequence[Sequence[range]]
+    ep: int = 1
+    etp: int = 1
+    dp: int = 1
     names: Names = "local"
+    container: Container = "sequential"
     padded_vocab: int = 0
     fields: Mapping[str, Any] = field(default_factory=dict)
     """Overrides of the Megatron config."""
+    args: Mapping[str, Any] = field(default_factory=dict)
     strided: bool = False
     """Matrices stored column by column."""
 
@@ -54,6 +69,19 @@ class World:
     @property
     def padded(self) -> int:
         return self.padded_vocab or -(-self.config["vocab_size"] // self.tp) * self.tp
+
+    @property
+    def ranks(self) -> range:
+        """The ranks of one stage."""
+        return range(self.tp * self.dp)
+
+    def coordinates(self, rank: int, stage: int) -> Coordinates:
+        """As Megatron orders them ("tp-cp-ep-dp-pp"); `rank` counts inside the stage."""
+        experts = self.etp * self.ep
+        assert self.tp * self.dp % experts == 0, "Megatron refuses a world whose stages do not hold whole expert groups"
+        return Coordinates(rank, tp=rank % self.tp, pp=stage, dp=rank // self.tp, etp=rank % self.etp,
+                           ep=rank // self.etp % self.ep, edp=rank // experts, tp_size=self.tp, pp_size=self.pp,
+                           dp_size=self.dp, etp_size=self.etp, ep_size=self.ep, edp_size=self.tp * self.dp // experts)
 
 
 def world(config: Mapping[str, Any], *, tp: int = 1, pp: int = 1, **more: Any) -> World:
@@ -69,21 +97,35 @@ def megatron_config(config: Mapping[str, Any], **fields: Any) -> SimpleNamespace
         "hidden_size": config["hidden_size"], "ffn_hidden_size": config["intermediate_size"],
         "num_attention_heads": config["num_attention_heads"], "num_query_groups": config["num_key_value_heads"],
         "kv_channels": head_dim(config), "gated_linear_unit": True, "normalization": "RMSNorm",
-        "layernorm_zero_centered_gamma": False, "attention_output_gate": False,
+        "layernorm_zero_centered_gamma": False, "attention_output_gate": False, "rotary_interleaved": False,
+        "mtp_num_layers": len(mtp_layers(config)) or None,
     }
+    if experts_of(config):
+        ffn = config.get("moe_intermediate_size", config["intermediate_size"])
+        values |= {"num_moe_experts": experts_of(config), "moe_ffn_hidden_size": ffn,
+                   "moe_shared_expert_intermediate_size": config.get("shared_expert_intermediate_size")
+                   or config.get("n_shared_experts", 0) * ffn or None}
+    if "kv_lora_rank" in config:
+        values |= {"q_lora_rank": config["q_lora_rank"], "kv_lora_rank": config["kv_lora_rank"],
+                   "qk_head_dim": config["qk_nope_head_dim"], "qk_pos_emb_head_dim": config["qk_rope_head_dim"],
+                   "v_head_dim": config["v_head_dim"]}
     return SimpleNamespace(**(values | fields))
 
 
-def stage_model(hf: Mapping[str, torch.Tensor], at: World, *, tp_rank: int = 0, stage: int = 0) -> list[nn.Module]:
+def stage_model(hf: Mapping[str, torch.Tensor], at: World, *, rank: int = 0, stage: int = 0) -> list[nn.Module]:
     """The model chunks of one rank, wrapped as DistributedDataParallel(Float16Module(GPTModel)) is."""
-    chunks = []
+    c, chunks = at.coordinates(rank, stage), []
+    place = Place(c.tp_size, c.tp, c.ep_size, c.ep, c.etp_size, c.etp)
     for chunk, stages in enumerate(at.ranges):
-        shards = shard_tensors(hf, at.config, tp=at.tp, tp_rank=tp_rank, layers=stages[stage],
-                               first=stage == 0 and chunk == 0, last=stage == at.pp - 1 and chunk == len(at.ranges) - 1,
-                               padded_vocab=at.padded, names=at.names)
+        last = stage == at.pp - 1 and chunk == len(at.ranges) - 1
+        mtp = mtp_layers(at.config) if last else ()
+        shards = shard_tensors(hf, at.config, place=place, layers=stages[stage], first=stage == 0 and chunk == 0, last=last,
+                               padded_vocab=at.padded, names=at.names, container=at.container, mtp=mtp)
         model = module_tree(shards, at)
         for local, layer in enumerate(stages[stage]):
             model.get_submodule(f"decoder.layers.{local}").layer_number = layer + 1
+        for local in range(len(mtp)):
+            model.get_submodule(f"mtp.layers.{local}").layer_number = local + 1
         chunks.append(_wrap(_wrap(model)))
     return chunks
 
@@ -99,7 +141,12 @@ def module_tree(shards: Mapping[str, torch.Tensor], at: World) -> nn.Module:
             if not hasattr(module, step):
                 module.add_module(step, nn.Module())
             module = getattr(module, step)
-        module.register_parameter(leaf, marked(name, strided(shard) if at.strided else shard))
+        if leaf == "expert_bias":
+            module.register_buffer(leaf, shard)
+        else:
+            module.register_parameter(leaf, marked(name, strided(shard) if at.strided else shard, at.names))
+        if path[-1] == "experts":
+            module.num_local_experts = experts_of(at.config) // at.ep
     return root
 
 
@@ -108,10 +155,10 @@ def strided(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.t().contiguous().t() if tensor.dim() == 2 else tensor
 
 
-def marked(name: str, shard: torch.Tensor) -> nn.Parameter:
+def marked(name: str, shard: torch.Tensor, names: Names = "local") -> nn.Parameter:
     """A parameter with the attributes that Megatron gives it; norms have none."""
     parameter = nn.Parameter(shard)
-    for end, (dim, stride) in PARTITION.items():
+    for end, (dim, stride) in (PARTITION | (PARTITION_IF_LOCAL if names == "local" else {})).items():
         if name.endswith(end):
             parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, dim, stride
     return parameter
@@ -127,45 +174,40 @@ def _wrap(model: nn.Module) -> nn.Module:
 class RecordingSeam:
     """Takes every gather's input; knows one rank only, so it returns its own shard for all."""
 
-    def __init__(self, at: World, *, tp_rank: int, stage: int) -> None:
-        self._coordinates = Coordinates(0, tp=tp_rank, pp=stage, tp_size=at.tp, pp_size=at.pp)
+    def __init__(self, at: World, *, rank: int = 0, stage: int = 0) -> None:
+        self._coordinates = at.coordinates(rank, stage)
         self.sent: list[torch.Tensor] = []
+        self.groups: list[str] = []
 
     def coordinates(self) -> Coordinates:
         return self._coordinates
 
     def all_gather(self, tensor: torch.Tensor, group: str, *, timeout_s: float) -> list[torch.Tensor]:
-        assert group == "tp"
         assert timeout_s == 7
         self.sent.append(shipped(tensor))
-        return [tensor] * self._coordinates.tp_size
+        self.groups.append(group)
+        return self._gathered(self.sent[-1], group)
+
+    def _gathered(self, tensor: torch.Tensor, group: str) -> list[torch.Tensor]:
+        return [tensor] * getattr(self._coordinates, f"{group}_size")
 
 
-class ReplaySeam(RecordingSeam):
-    """Returns what all ranks put into the gather of the same number."""
+class LockstepSeam(RecordingSeam):
+    """One of several ranks that run against each other."""
 
-    def __init__(self, at: World, *, tp_rank: int, stage: int, peers: Sequence[RecordingSeam]) -> None:
-        super().__init__(at, tp_rank=tp_rank, stage=stage)
-        self._peers = peers
+    def __init__(self, at: World, lockstep: Lockstep, *, rank: int, stage: int) -> None:
+        super().__init__(at, rank=rank, stage=stage)
+        self._lockstep = lockstep
 
-    def all_gather(self, tensor: torch.Tensor, group: str, *, timeout_s: float) -> list[torch.Tensor]:
-        super().all_gather(tensor, group, timeout_s=timeout_s)
-        return [peer.sent[len(self.sent) - 1] for peer in self._peers]
-
-
-def shipped(tensor: torch.Tensor) -> torch.Tensor:
-    """What a transport sends: the bytes that follow the first element, whatever the strides say."""
-    count = tensor.numel()
-    available = tensor.untyped_storage().nbytes() // tensor.itemsize - tensor.storage_offset()
-    flat = tensor.detach().as_strided((min(count, available),), (1,)).clone()
-    return flat.resize_(count).view(tensor.shape)
+    def _gathered(self, tensor: torch.Tensor, group: str) -> list[torch.Tensor]:
+        return self._lockstep.all_gather(self._coordinates, tensor, group)
 
 
-def write_config(folder: Path, config: Mapping[str, Any]) -> SimpleNamespace:
+def write_config(folder: Path, config: Mapping[str, Any], **args: Any) -> SimpleNamespace:
     """A HF checkpoint directory with config.json alone, and args that point there."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    return SimpleNamespace(hf_checkpoint=str(folder))
+    return SimpleNamespace(hf_checkpoint=str(folder), **args)
 
 
 def header(hf: Mapping[str, torch.Tensor]) -> dict[str, TensorMeta]:
@@ -179,36 +221,55 @@ def exporter(args: Any, model: Sequence[nn.Module], seam: Any,
 
 def run(export: RawExporter) -> Iterator[NamedTensor]:
     """The export as a lifecycle drives it: dense pass, then expert pass."""
-    for part in ("dense", "expert"):
+    for part in PARTS:
         for unit in export.units(part):
             yield from export.convert(unit, export.gather(unit, timeout_s=7))
 
 
 @dataclass
 class Stage:
-    """What one stage's source exported."""
+    """What one stage's source exported, and in which groups it gathered."""
 
     described: list[TensorMeta]
     tensors: list[NamedTensor]
-    gathers: int
+    groups: list[str]
+    units: list[list[str]]
+    """HF names by unit."""
 
 
 def export_stage(folder: Path, hf: Mapping[str, torch.Tensor], at: World, stage: int,
                  hf_tensors: Mapping[str, TensorMeta] | None) -> Stage:
-    args = write_config(folder, at.config)
-    models = [stage_model(hf, at, tp_rank=rank, stage=stage) for rank in range(at.tp)]
-    peers = [RecordingSeam(at, tp_rank=rank, stage=stage) for rank in range(at.tp)]
-    for model, peer in zip(models, peers, strict=True):
-        export = exporter(args, model, peer)
-        for unit in export.units("dense"):
-            export.gather(unit, timeout_s=7)
-    assert len({len(peer.sent) for peer in peers}) == 1, "gather peers made different numbers of gathers"
-    source = ReplaySeam(at, tp_rank=0, stage=stage, peers=peers)
-    export = exporter(args, models[0], source, hf_tensors)
-    assert export.problems() == []
-    described = export.describe()
-    assert source.sent == [], "describe() communicated"
-    return Stage(described, list(run(export)), len(source.sent))
+    """The source's export, with all its gather peers; the other ranks of the stage do not run at all."""
+    args, lockstep = write_config(folder, at.config, **at.args), Lockstep()
+    seams = [LockstepSeam(at, lockstep, rank=rank, stage=stage) for rank in at.ranks]
+    exports = [exporter(args, stage_model(hf, at, rank=rank, stage=stage), seam, hf_tensors if rank == 0 else None)
+               for rank, seam in zip(at.ranks, seams, strict=True)]
+    source = exports[0]
+    assert source.problems() == []
+    described = source.describe()
+    assert seams[0].sent == [], "describe() communicated"
+    units: list[list[NamedTensor]] = []
+    for part in PARTS:
+        peers = [rank for rank in at.ranks if is_peer(seams[rank].coordinates(), part)]
+        assert len({tuple(exports[rank].gathers(part)) for rank in peers}) == 1, f"peers gather different things: {part} pass"
+        assert len({tuple(unit.label for unit in exports[rank].units(part)) for rank in peers}) == 1
+        sent = lockstep.run({rank: _pass(exports[rank], part, converts=rank == 0) for rank in peers})
+        units += sent[0]
+    return Stage(described, [pair for unit in units for pair in unit], seams[0].groups, [[name for name, _ in u] for u in units])
+
+
+def is_peer(at: Coordinates, part: Part) -> bool:
+    return at.dp == 0 if part == "dense" else at.edp == 0
+
+
+def _pass(export: RawExporter, part: Part, *, converts: bool) -> Callable[[], list[list[NamedTensor]]]:
+    def rank() -> list[list[NamedTensor]]:
+        units = []
+        for unit in export.units(part):
+            gathered = export.gather(unit, timeout_s=7)
+            units.append(export.convert(unit, gathered) if converts else [])
+        return units
+    return rank
 
 
 def export_world(folder: Path, at: World, *, hf: Mapping[str, torch.Tensor] | None = None) -> list[Stage]:
@@ -221,8 +282,11 @@ def differences(stages: Sequence[Stage], hf: Mapping[str, torch.Tensor]) -> list
     """Every way in which the stages' union is not the checkpoint, tensor by tensor, bit by bit."""
     sent = [(name, tensor) for stage in stages for name, tensor in stage.tensors]
     names = [name for name, _ in sent]
-    found = [f"missing {name}" for name in hf if name not in names]
-    found += [f"duplicate {name}" for name in sorted({name for name in names if names.count(name) > 1})]
+    counts: dict[str, int] = {}
+    for name in names:
+        counts[name] = counts.get(name, 0) + 1
+    found = [f"missing {name}" for name in hf if name not in counts]
+    found += [f"duplicate {name}" for name, count in sorted(counts.items()) if count > 1]
     for name, tensor in sent:
         if name not in hf:
             found.append(f"extra {name}")

@@ -19,7 +19,8 @@ from harness.checkpoints import (
     read_config,
     tensor_shapes,
 )
-from harness.cutter import cut, full_layer, padded_vocab_size, shard_tensors, stage_layers
+from harness.cutter import full_layer, padded_vocab_size, shard_tensors, stage_layers
+from harness.cutting import Place, cut
 
 FAMILIES = ["qwen3", "qwen2", "llama"]
 
@@ -147,7 +148,7 @@ def test_a_tied_head_exists_only_on_a_last_stage_that_is_not_the_first() -> None
     config = hf_config("llama", tied=True, num_layers=2)
     hf = checkpoint_tensors(config)
     def names(first: bool, last: bool) -> set[str]:
-        shards = shard_tensors(hf, config, tp=1, tp_rank=0, layers=[], first=first, last=last, padded_vocab=256)
+        shards = shard_tensors(hf, config, place=Place(), layers=[], first=first, last=last, padded_vocab=256)
         return set(shards)
     assert names(True, True) == {"embedding.word_embeddings.weight", "decoder.final_layernorm.weight"}
     assert names(False, True) == {"output_layer.weight", "decoder.final_layernorm.weight"}

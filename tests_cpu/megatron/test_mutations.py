@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from harness.checkpoints import checkpoint_tensors, hf_config
-from staged_sync.megatron import raw_export
+from staged_sync.megatron import gathering, raw_export
 from staged_sync.megatron.families import find_family
-from staged_sync.megatron.families.common import GATED, QKV, VOCABULARY, Layout
-from staged_sync.megatron.gathering import Partition
+from staged_sync.megatron.families.layouts import GATED, QKV, VOCABULARY, Layout
 from staged_sync.megatron.parameters import Located
 from tests_cpu.megatron.fakes import PARTITION, World, differences, export_stage, export_world, world
 
@@ -109,13 +107,9 @@ def test_a_tied_head_that_is_sent_again_is_seen(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_strided_gather_input_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def gather(seam: Any, name: str, parameter: torch.Tensor, partition: Partition, *,
-               timeout_s: float) -> list[torch.Tensor]:
-        shard = parameter.detach()
-        return [shard] if partition.ranks == 1 else seam.all_gather(shard, partition.group, timeout_s=timeout_s)
     at = world(MHA, tp=2, strided=True)
     assert seen(tmp_path, at) == []
-    monkeypatch.setattr(raw_export, "gather_shards", gather)
+    monkeypatch.setattr(gathering, "sendable", lambda tensors: tensors[0])
     assert "bytes model.layers.1.mlp.down_proj.weight" in seen(tmp_path, at)
 
 

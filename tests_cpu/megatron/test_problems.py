@@ -17,6 +17,7 @@ from staged_sync.megatron.families import FAMILIES, UnknownFamily, find_family
 from tests_cpu.megatron.fakes import RecordingSeam, World, exporter, megatron_config, stage_model, world, write_config
 
 CONFIG = hf_config("qwen3", num_layers=3)
+KNOWN = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 
 def problems(folder: Path, at: World | None = None, *, change: Callable[[nn.Module], None] = lambda model: None,
@@ -26,7 +27,7 @@ def problems(folder: Path, at: World | None = None, *, change: Callable[[nn.Modu
     model = stage_model(checkpoint_tensors(at.config), at, stage=stage)
     change(model[0].module.module)
     args = args or write_config(folder, at.config)
-    return exporter(args, model, RecordingSeam(at, tp_rank=0, stage=stage)).problems()
+    return exporter(args, model, RecordingSeam(at, stage=stage)).problems()
 
 
 def layer(model: nn.Module, local: int) -> nn.Module:
@@ -52,7 +53,7 @@ def test_units_of_a_model_with_unknown_parameters_raise_the_same_sentences(tmp_p
     at = world(CONFIG)
     model = stage_model(checkpoint_tensors(CONFIG), at)
     model[0].module.module.decoder.adapter = nn.Parameter(torch.ones(3))
-    export = exporter(write_config(tmp_path, CONFIG), model, RecordingSeam(at, tp_rank=0, stage=0))
+    export = exporter(write_config(tmp_path, CONFIG), model, RecordingSeam(at))
     with pytest.raises(ConfigurationError, match=r"decoder\.adapter") as raised:
         export.units("dense")
     assert raised.value.problems == export.problems()
@@ -71,9 +72,9 @@ def test_offloaded_parameters_are_listed_all_at_once(tmp_path: Path) -> None:
 def test_a_parameter_offloaded_after_connect_fails_its_gather_by_name(tmp_path: Path) -> None:
     at = world(CONFIG, tp=2)
     model = stage_model(checkpoint_tensors(CONFIG), at)
-    seam = RecordingSeam(at, tp_rank=0, stage=0)
+    seam = RecordingSeam(at)
     unit = exporter(write_config(tmp_path, CONFIG), model, seam).units("dense")[0]
-    unit.parameter.data = unit.parameter.data.new_empty(0)
+    unit.pieces[0].parameter.data = unit.pieces[0].parameter.data.new_empty(0)
     export = exporter(write_config(tmp_path, CONFIG), model, seam)
     with pytest.raises(GatherError, match=r"embedding\.word_embeddings\.weight has no storage on this rank .*Load the model"):
         export.gather(unit, timeout_s=7)
@@ -82,13 +83,13 @@ def test_a_parameter_offloaded_after_connect_fails_its_gather_by_name(tmp_path: 
 
 def test_an_unknown_family_is_named_with_the_known_ones(tmp_path: Path) -> None:
     found = problems(tmp_path, args=write_config(tmp_path, CONFIG | {"model_type": "mamba"}))
-    assert found == ["model 'tiny': no model family for model_type 'mamba' in config.json; known: llama, qwen2, qwen3. "
-                     "See docs/adding-a-model-family.md"]
+    assert found == [f"model 'tiny': no model family for model_type 'mamba' in config.json; known: {', '.join(KNOWN)}. "
+                     f"See docs/adding-a-model-family.md"]
 
 
 def test_the_registry_knows_each_family_by_its_model_type() -> None:
-    assert {name: find_family(name) for name in ("llama", "qwen2", "qwen3")} == FAMILIES
-    with pytest.raises(UnknownFamily, match=r"model_type None.*known: llama, qwen2, qwen3"):
+    assert {name: find_family(name) for name in KNOWN} == FAMILIES
+    with pytest.raises(UnknownFamily, match=f"model_type None.*known: {', '.join(KNOWN)}"):
         find_family(None)
 
 

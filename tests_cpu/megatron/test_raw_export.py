@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from harness.checkpoints import checkpoint_tensors, hf_config
 from staged_sync.megatron.families import find_family
+from staged_sync.megatron.families.common import expert_of
 from tests_cpu.megatron.fakes import (
     RecordingSeam,
     World,
@@ -63,13 +64,15 @@ def test_converting_to_hf_and_back_keeps_every_bit(at: World, tmp_path_factory: 
     hf = checkpoint_tensors(at.config)
     whole = replace(at, tp=1, ranges=[[range(at.config["num_hidden_layers"])]])
     args = write_config(tmp_path_factory.getbasetemp() / "hf", at.config)
-    export = exporter(args, stage_model(hf, whole), RecordingSeam(whole, tp_rank=0, stage=0))
+    export = exporter(args, stage_model(hf, whole), RecordingSeam(whole))
     family, sizes = find_family(at.config["model_type"]), export._sizes
     assert sizes is not None
-    for unit in export.units("dense"):
-        true_rows = unit.parameter[:sizes.vocab_size] if "vocabulary" in unit.rule.shape else unit.parameter
-        assert torch.equal(family.from_hf(unit.label, hf, sizes), true_rows), unit.label
-        assert dict(family.to_hf(unit.label, unit.parameter, sizes)).keys() <= hf.keys()
+    for unit in (*export.units("dense"), *export.units("expert")):
+        for piece in unit.pieces:
+            expert = expert_of(piece.name)
+            true_rows = piece.parameter[:sizes.vocab_size] if "vocabulary" in piece.rule.shape else piece.parameter
+            assert torch.equal(family.from_hf(piece.name, hf, sizes, expert=expert), true_rows), piece.name
+            assert dict(family.to_hf(piece.name, piece.parameter, sizes, expert=expert)).keys() <= hf.keys()
 
 
 def test_the_source_sends_in_the_order_of_the_model(tmp_path: Path) -> None:
@@ -99,7 +102,7 @@ def test_a_copy_of_the_embedding_on_a_later_stage_is_not_sent(tmp_path: Path) ->
     first, last = (stage_model(hf, at, stage=stage) for stage in range(2))
     last[0].module.module.add_module("embedding", first[0].module.module.embedding)  # as MTP keeps one
     args = write_config(tmp_path, at.config)
-    names = [[name for name, _ in run(exporter(args, model, RecordingSeam(at, tp_rank=0, stage=stage)))]
+    names = [[name for name, _ in run(exporter(args, model, RecordingSeam(at, stage=stage)))]
              for stage, model in enumerate((first, last))]
     assert [names[stage].count("model.embed_tokens.weight") for stage in range(2)] == [1, 0]
 
@@ -134,7 +137,7 @@ def test_without_a_checkpoint_header_every_tensor_keeps_its_parameters_dtype(tmp
 @pytest.mark.parametrize(("tp", "gathers"), [(1, 0), (2, 1 + 2 * 4 + 1)])
 def test_only_what_is_cut_is_gathered_and_nothing_at_tp_1(tmp_path: Path, tp: int, gathers: int) -> None:
     (stage,) = export_world(tmp_path, world(hf_config("qwen3", num_layers=2), tp=tp))
-    assert stage.gathers == gathers
+    assert stage.groups == ["tp"] * gathers
 
 
 def test_parameters_with_other_strides_are_gathered_by_value(tmp_path: Path) -> None:
@@ -146,7 +149,7 @@ def test_a_second_update_sends_the_new_weights_and_replaced_parameters(tmp_path:
     at = world(hf_config("qwen3", num_layers=2))
     old, new = (checkpoint_tensors(at.config, step=step) for step in (0, 1))
     model = stage_model(old, at)
-    export = exporter(write_config(tmp_path, at.config), model, RecordingSeam(at, tp_rank=0, stage=0), header(old))
+    export = exporter(write_config(tmp_path, at.config), model, RecordingSeam(at), header(old))
     assert all(torch.equal(tensor, old[name]) for name, tensor in run(export))
     changed = {name: shard for chunk in stage_model(new, at) for name, shard in chunk.named_parameters()}
     for name, parameter in model[0].named_parameters():
@@ -163,7 +166,7 @@ def test_buffers_are_not_exported(tmp_path: Path) -> None:
     hf = checkpoint_tensors(at.config)
     model = stage_model(hf, at)
     model[0].module.module.decoder.register_buffer("_extra_state", torch.ones(3))
-    export = exporter(write_config(tmp_path, at.config), model, RecordingSeam(at, tp_rank=0, stage=0))
+    export = exporter(write_config(tmp_path, at.config), model, RecordingSeam(at))
     assert export.problems() == []
     assert [name for name, _ in run(export)] == [meta.name for meta in export.describe()]
     assert {name for name, _ in run(export)} == hf.keys()
@@ -172,7 +175,7 @@ def test_buffers_are_not_exported(tmp_path: Path) -> None:
 def test_a_dense_family_has_an_empty_expert_pass(tmp_path: Path) -> None:
     at = world(hf_config("qwen3", num_layers=1))
     model = stage_model(checkpoint_tensors(at.config), at)
-    export = exporter(write_config(tmp_path, at.config), model, RecordingSeam(at, tp_rank=0, stage=0))
+    export = exporter(write_config(tmp_path, at.config), model, RecordingSeam(at))
     assert list(export.units("expert")) == []
 
 
@@ -186,5 +189,5 @@ def test_only_tied_heads_and_rotary_buffers_are_optional(tmp_path: Path, name: s
     config: dict[str, Any] = hf_config("qwen2", tied=tied, num_layers=1)
     at = world(config)
     model = stage_model(checkpoint_tensors(config), at)
-    export = exporter(write_config(tmp_path, config), model, RecordingSeam(at, tp_rank=0, stage=0))
+    export = exporter(write_config(tmp_path, config), model, RecordingSeam(at))
     assert export.optional(name) is optional

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from staged_sync.megatron.families import llama, qwen2, qwen3
+from staged_sync.megatron.families import llama, qwen2, qwen3, qwen3_moe
 from staged_sync.megatron.families.common import Family
 
-FAMILIES = {model_type: module.FAMILY for module in (llama, qwen2, qwen3) for model_type in module.FAMILY.model_types}
+MODULES = (llama, qwen2, qwen3, qwen3_moe)
+
+FAMILIES = {model_type: module.FAMILY for module in MODULES for model_type in module.FAMILY.model_types}
 
 
 class UnknownFamily(LookupError):
