@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -58,15 +59,40 @@ def test_a_family_that_nobody_knows(checkpoints: Callable[..., str], start_job: 
     assert all("notamodel" in error.text and "qwen3" in error.text for error in errors)
 
 
-def test_a_port_that_is_taken(checkpoints: Callable[..., str], start_job: Job, exact: Exact) -> None:
-    """The only port of the configured range is somebody else's; once it is free, the same updater is exact."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        job = start_job(checkpoints("qwen3"), args={"update_weight_port_range": [port, port],
+def test_ports_that_are_taken(checkpoints: Callable[..., str], start_job: Job, exact: Exact) -> None:
+    """All ports of the configured range are somebody else's; once they are free, the same updater is exact."""
+    with _two_ports() as ports:
+        job = start_job(checkpoints("qwen3"), args={"update_weight_port_range": ports,
                                                     "update_weight_master_address": "127.0.0.1"})
-        errors = job.failures_of_first_open(Deadline.after(AT_ONCE_S))
+        errors = job.failures("connect", Deadline.after(AT_ONCE_S))
         assert {error.kind for error in errors} == {"UpdateFailed"}
-        assert all(f"{port}" in error.text and "taken" in error.text for error in errors)
+        assert all(f"{ports[0]}-{ports[1]}" in error.text and "taken" in error.text for error in errors)
         assert len({error.text for error in errors}) == 1, "every rank must say the same"
     job.connect()
     exact(job.update())
+
+
+def test_one_port_is_enough_for_all_stages(checkpoints: Callable[..., str], start_job: Job, exact: Exact) -> None:
+    """One stage sends at a time, so sources on one host can share a port that a firewall lets through."""
+    with _two_ports() as (port, _):
+        pass
+    job = start_job(checkpoints("qwen3"), args={"update_weight_port_range": [port, port],
+                                                "update_weight_master_address": "127.0.0.1"})
+    job.connect()
+    exact(job.update())
+
+
+@contextlib.contextmanager
+def _two_ports() -> Iterator[list[int]]:
+    """Two ports in a row on the loopback interface, taken inside the block."""
+    for _ in range(100):
+        with socket.create_server(("127.0.0.1", 0)) as first:
+            port = first.getsockname()[1]
+            try:
+                second = socket.create_server(("127.0.0.1", port + 1))
+            except OSError:
+                continue
+            with second:
+                yield [port, port + 1]
+                return
+    raise AssertionError("no two free ports in a row on 127.0.0.1 in 100 tries")
