@@ -125,13 +125,6 @@ class SyncJob:
         assert all(outcome.problem for outcome in outcomes.values()), "a surviving rank was content"
         return [outcome.problem for outcome in outcomes.values() if outcome.problem is not None]
 
-    def failures_of_first_open(self, deadline: Deadline) -> list[Problem]:
-        """As `failures`, of whatever opens the first transfer group: connecting with one stage, updating with several."""
-        if self.world.topology.pp == 1:
-            return self.failures("connect", deadline)
-        self.connect()
-        return self.failures("update", deadline)
-
     def load(self, checkpoint: str) -> None:
         """The next optimizer step."""
         self.on_trainers("load", checkpoint=checkpoint)
