@@ -17,7 +17,7 @@ from staged_sync.completeness import CheckpointIndexError, coverage_problems, re
 from staged_sync.config import Settings
 from staged_sync.control import Control, Deadline, Status
 from staged_sync.engines.info import EngineInfo
-from staged_sync.errors import CompletenessError, ConfigurationError, bullets
+from staged_sync.errors import CompletenessError, ConfigurationError, TransportError, bullets
 from staged_sync.exporter import Exporter, Part, TensorMeta
 from staged_sync.peers import PARTS, gather_problems
 from staged_sync.plan import Step, Topology, TopologyError, is_source, plan_update
@@ -173,7 +173,12 @@ def check_reachable(seam: Seam, trace: Trace, fleet: Fleet, settings: Settings, 
     asked = [i for i, engine in enumerate(fleet.engines) if seam.has_method(engine, "check_reachable")]
     if not asked:
         return
-    listener = seam.listen(address=settings.address, port_range=settings.port_range)
+    try:
+        listener = seam.listen(address=settings.address, port_range=settings.port_range)
+    except TransportError:
+        if settings.port_range is None:
+            raise
+        return  # the sources of other stages on this host may be trying the few ports just now; in an update they take turns
     try:
         tries = [call_engine(seam, trace, i, fleet.engines[i], "check_reachable", host=listener.host, port=listener.port,
                              timeout_s=settings.timeouts.grace_s) for i in asked]
