@@ -67,6 +67,10 @@ class Faults:
         self._faults: dict[Place, Fault] = {}
         self._seen: dict[Place, int] = {}
 
+    def __bool__(self) -> bool:
+        """Whether anything is planted."""
+        return bool(self._faults)
+
     # --- planting -------------------------------------------------------------------------------------------------
     def fail_at(self, *, rank: int, event: str, stage: int | None = None, bucket: int | None = None, nth: int = 0) -> Faults:
         """Trainer rank `rank` raises `InjectedFailure` as it records `event` (`gather`, `send`, `gather.done`, …)."""

@@ -65,8 +65,6 @@ def _parallel(hf: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, A
         "tensor_model_parallel_size": mpu.get_tensor_model_parallel_world_size(),
         "pipeline_model_parallel_size": pp,
         "virtual_pipeline_model_parallel_size": vpp,
-        "expert_model_parallel_size": mpu.get_expert_model_parallel_world_size(),
-        "expert_tensor_parallel_size": mpu.get_expert_tensor_parallel_world_size(),
     }
     if vpp is None and not any(name in settings for name in SPLITS):
         stages = stage_layers(hf["num_hidden_layers"], pp=pp)
@@ -79,6 +77,8 @@ def _mixture(hf: Mapping[str, Any]) -> dict[str, Any]:
     ffn = hf.get("moe_intermediate_size", hf["intermediate_size"])
     shared = hf.get("shared_expert_intermediate_size") or hf.get("n_shared_experts", 0) * ffn or None
     values = {
+        "expert_model_parallel_size": mpu.get_expert_model_parallel_world_size(),
+        "expert_tensor_parallel_size": mpu.get_expert_tensor_parallel_world_size(),
         "num_moe_experts": experts_of(hf),
         "moe_ffn_hidden_size": ffn,
         "moe_router_topk": hf["num_experts_per_tok"],

@@ -6,10 +6,11 @@ nobody waits for time to pass); when there is no deadline either, that is a `Dea
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from greenlet import GreenletExit, getcurrent, greenlet
 
@@ -32,7 +33,7 @@ class StepBound(AssertionError):
     """The run took more steps than any protocol needs: somebody polls without waiting (a spin loop)."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)  # not frozen: made at every wait, and freezing triples the cost
 class Waiting:
     """What a task waits for. `missing` is asked only when a report is printed. `for_time`: it wants nothing but time to pass."""
 
@@ -55,8 +56,8 @@ class Task:
     daemon: bool
     thing: str
     function: Callable[[], Any] = field(repr=False)
-    greenlet: greenlet = field(repr=False)
-    ready: Callable[[], bool] = lambda: True
+    greenlet: greenlet = field(init=False, repr=False)
+    ready: Callable[[], object] = lambda: True
     deadline_s: float = math.inf
     waiting: Waiting | None = None
     finished: bool = False
@@ -76,6 +77,7 @@ class Kernel:
                  table: Callable[[Sequence[Task]], str] | None = None) -> None:
         self.now_s = 0.0
         self.tasks: list[Task] = []
+        """Those that have not ended, in spawning order."""
         self.stalls: list[str] = []
         self.endless: list[str] = []
         """Waits without a deadline of tasks that are no daemons."""
@@ -96,16 +98,19 @@ class Kernel:
 
     def spawn(self, name: str, function: Callable[[], Any], *, daemon: bool = False) -> Task:
         """Add a task; it first runs when the scheduler chooses it."""
-        task = Task(self._spawned, name, daemon, self.christen(), function, greenlet(self._body, parent=self._hub))
+        task = Task(self._spawned, name, daemon, self.christen(), function)
+        task.greenlet = greenlet(functools.partial(self._body, task), parent=self._hub)
         self._spawned += 1
         self.tasks.append(task)
         if self._current is not None:
             self.touch((task.thing, "begins"), "set")
         return task
 
-    def wait(self, ready: Callable[[], bool], waiting: Waiting, *, deadline_s: float = math.inf) -> bool:
+    def wait(self, ready: Callable[[], object], waiting: Waiting, *, deadline_s: float = math.inf) -> bool:
         """Give way until `ready()` (True) or the clock reaches `deadline_s` (False). Always a scheduling point."""
-        task = self._task()
+        task = self._current
+        if task is None or self.closing:
+            task = self._nobody_waits()
         if deadline_s == math.inf and not task.daemon:
             self.endless.append(f"{task.name} waits without a deadline in {waiting.operation} {waiting.group}".rstrip())
         task.ready, task.waiting, task.deadline_s = ready, waiting, deadline_s
@@ -113,7 +118,7 @@ class Kernel:
         if self.closing:
             raise GreenletExit
         task.waiting, task.ready, task.deadline_s = None, _always, math.inf
-        return ready()
+        return bool(ready())
 
     def give_way(self) -> None:
         """Let others run first, where the kernel is preemptive: what comes next may come late."""
@@ -125,7 +130,7 @@ class Kernel:
 
     def die(self) -> None:
         """The current task ends here as a killed process does: no `finally` of it runs while the run lasts."""
-        task = self._task()
+        task = self._current or self._nobody_waits()
         task.finished = task.died = True
         self._hub.switch()
         raise GreenletExit
@@ -133,10 +138,15 @@ class Kernel:
     def run(self) -> None:
         """Until every task that is no daemon has finished, and the daemons have nothing left to do."""
         for _ in range(self._max_steps):
-            runnable = self._runnable()
+            now_s = self.now_s
+            runnable = [t for t in self.tasks if t.deadline_s <= now_s or t.ready()]
             if runnable:
-                self._step(runnable)
-            elif all(task.finished or task.daemon for task in self.tasks):
+                task = self._current = self._previous = self.scheduler(runnable, self._previous)
+                task.greenlet.switch()
+                self._current = None
+                if task.finished:
+                    self.tasks.remove(task)
+            elif all(task.daemon for task in self.tasks):
                 return
             else:
                 self._advance_clock()
@@ -145,7 +155,7 @@ class Kernel:
 
     def blocked(self) -> list[Task]:
         """Tasks that wait for somebody, in spawning order."""
-        return [t for t in self.tasks if not t.finished and t.waiting is not None and t.waiting is not IDLE]
+        return [t for t in self.tasks if t.waiting is not None and t.waiting is not IDLE]
 
     def christen(self) -> str:
         """A name for a new shared thing that is the same in every run whose steps so far were the same: who made it, and as
@@ -153,10 +163,6 @@ class Kernel:
         maker = self._current.name if self._current is not None else "world"
         self._made[maker] = self._made.get(maker, 0) + 1
         return f"{self._era}/{maker}/{self._made[maker]}"
-
-    def reap(self) -> None:
-        """Forget finished tasks, so that a long world does not slow down."""
-        self.tasks = [task for task in self.tasks if not task.finished]
 
     def begin_era(self, era: str) -> None:
         """What is made from now on is counted anew, and nobody ran last: the next run begins like any other of this era."""
@@ -173,6 +179,7 @@ class Kernel:
                 task.finished = True
         finally:
             self.closing, self._current = False, None
+            self.tasks = [task for task in self.tasks if not task.finished]
 
     def _body(self, task: Task) -> None:
         try:
@@ -186,29 +193,14 @@ class Kernel:
             task.finished, task.waiting = True, None
             self.touch((task.thing, "ends"), "fail" if task.error else "set")
 
-    def _task(self) -> Task:
+    def _nobody_waits(self) -> NoReturn:
         if self.closing:
             raise GreenletExit
-        if self._current is None:
-            raise RuntimeError("only a task can wait: call this inside world.run(fn)")
-        return self._current
-
-    def _runnable(self) -> list[Task]:
-        return [t for t in self.tasks if not t.finished and (t.deadline_s <= self.now_s or t.ready())]
-
-    def _step(self, runnable: Sequence[Task]) -> None:
-        self._current = self._previous = self.scheduler(runnable, self._previous)
-        self._enter(self._current)
-        self._current = None
-
-    @staticmethod
-    def _enter(task: Task) -> None:
-        """A greenlet takes its body's arguments with the first switch, and nothing with later ones."""
-        task.greenlet.switch(*(() if task.greenlet else (task,)))
+        raise RuntimeError("only a task can wait: call this inside world.run(fn)")
 
     def _advance_clock(self) -> None:
         table = self._table(self.blocked())
-        pending = [t for t in self.tasks if not t.finished and t.deadline_s < math.inf]
+        pending = [t for t in self.tasks if t.deadline_s < math.inf]
         first = min(pending, key=lambda t: t.deadline_s, default=None)
         sleeps = first is not None and first.waiting is not None and first.waiting.for_time
         if first is None or (self.stall_is_deadlock and not sleeps):

@@ -16,11 +16,12 @@ class EventLog(list[Event]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.on_event: Callable[[Event], None] = lambda event: None
+        self.on_event: Callable[[Event], None] | None = None
 
     def append(self, event: Event) -> None:
         super().append(event)
-        self.on_event(event)
+        if self.on_event is not None:
+            self.on_event(event)
 
 
 def calls(events: Iterable[Event], rank: int, *, leave_out: Sequence[str] = ("phase",)) -> list[str]:

@@ -101,7 +101,7 @@ class Channel:
         return len(self.frames)
 
     def over(self, upto: int) -> bool:
-        return bool(self.problem(upto)) or all(taken >= upto for taken in self.taken.values())
+        return min(self.taken.values(), default=upto) >= upto or bool(self.problem(upto))
 
     def problem(self, upto: int) -> str:
         """Why frames before `upto` will never all arrive; empty while they still can."""

@@ -24,6 +24,7 @@ class RecordingSeam:
 
     def __init__(self, world: RecordingWorld, rank: int) -> None:
         self._world = world
+        self._kernel = world.kernel
         self._rank = rank
 
     # --- who am I -------------------------------------------------------------------------------------------------
@@ -32,7 +33,7 @@ class RecordingSeam:
 
     # --- the clock ------------------------------------------------------------------------------------------------
     def now(self) -> float:
-        return self._world.kernel.now_s
+        return self._kernel.now_s
 
     def sleep(self, seconds: float) -> None:
         self._world.kernel.wait(_never, Waiting("sleep", for_time=True), deadline_s=self.now() + finite(seconds))
@@ -44,9 +45,9 @@ class RecordingSeam:
         until_s = kernel.now_s + finite(timeout_s)
         wake_s = min([until_s, *(getattr(work, "expires_s", math.inf) for work in works)])
         waiting = Waiting("wait_any", _groups(works), missing=lambda: "; ".join(_label(w) for w in works if not _ended(w)))
-        ready = _is_clear if kernel.patient else _has_begun_to_end
-        kernel.wait(lambda: ready(works), waiting, deadline_s=wake_s)
-        return _has_begun_to_end(works)
+        ready = _clear(works) if kernel.patient else _begun_to_end(works)
+        kernel.wait(ready, waiting, deadline_s=wake_s)
+        return _begun_to_end(works)()
 
     # --- the trainer's own groups ---------------------------------------------------------------------------------
     def all_gather(self, tensor: torch.Tensor, group: GatherGroup, *, timeout_s: float) -> list[torch.Tensor]:
@@ -184,13 +185,22 @@ def _groups(works: Sequence[Work[Any]]) -> str:
     return ", ".join(dict.fromkeys(name for work in works if (name := getattr(work, "group_name", ""))))
 
 
-def _has_begun_to_end(works: Sequence[Work[Any]]) -> bool:
-    return any(_ended(work) for work in works)
+def _begun_to_end(works: Sequence[Work[Any]]) -> Callable[[], bool]:
+    """Whether any has ended. Asked after every step of anybody, so it is quick."""
+    asks = [getattr(work, "ended", work.poll) for work in works]
+
+    def ready() -> bool:
+        for ask in asks:  # noqa: SIM110 (a generator costs more than all the rest)
+            if ask():
+                return True
+        return False
+
+    return ready
 
 
-def _is_clear(works: Sequence[Work[Any]]) -> bool:
-    """All have ended, or one has failed. Waking before, a caller that needs all of them would only wait again."""
-    return all(_ended(work) for work in works) or any(_ended(work) and _failed(work) for work in works)
+def _clear(works: Sequence[Work[Any]]) -> Callable[[], bool]:
+    """Whether all have ended, or one has failed. Waking before, a caller that needs all of them would only wait again."""
+    return lambda: all(_ended(work) for work in works) or any(_ended(work) and _failed(work) for work in works)
 
 
 def _ended(work: Work[Any]) -> bool:

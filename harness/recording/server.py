@@ -100,7 +100,7 @@ class Server:
 
     def _serve(self) -> None:
         while not self.dead:
-            self.kernel.wait(lambda: bool(self._queue) or self.dead, IDLE)
+            self.kernel.wait(self._queue.__len__, IDLE)
             if self._queue:
                 self._handle(self._queue.popleft())
 

@@ -126,6 +126,9 @@ class StubWorker:
     def _receive_chunk(self, channel: Channel, metas: Sequence[TensorMeta]) -> None:
         specs = tuple((meta.dtype, meta.shape) for meta in metas)
         data = self._network.receive(channel, self._rank, sum(meta.nbytes for meta in metas), specs)
+        if len(metas) == 1:
+            self._load(metas[0], data.view(metas[0].dtype).reshape(metas[0].shape))
+            return
         for meta, part in zip(metas, data.split([meta.nbytes for meta in metas]), strict=True):
             self._load(meta, part.clone().view(meta.dtype).reshape(meta.shape))
 

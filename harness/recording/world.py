@@ -67,9 +67,8 @@ class RecordingWorld:
                  engines: Sequence[int | EngineOptions] = (1,), model: Mapping[str, TensorMeta] | None = None,
                  faults: Faults | None = None, scheduler: Scheduler = round_robin, max_steps: int = MAX_STEPS) -> None:
         self.layout = Layout(tp, pp, dp, cp, ep, etp)
-        self.faults = faults or Faults()
+        self.faults = Faults() if faults is None else faults
         self.events = EventLog()
-        self.events.on_event = self._strike
         self.violations: list[str] = []
         self.kernel = Kernel(scheduler, max_steps=max_steps, table=lambda tasks: wait_table(tasks, self.events))
         self.kernel.note = self._note
@@ -92,7 +91,7 @@ class RecordingWorld:
 
     def close(self) -> None:
         """Unwind every greenlet that has not ended."""
-        self._unwind(self.kernel.tasks)
+        self._unwind(list(self.kernel.tasks))
 
     @property
     def handles(self) -> list[Any]:
@@ -115,6 +114,7 @@ class RecordingWorld:
         tasks = {rank: self.kernel.spawn(f"rank{rank}", functools.partial(function, self.contexts[rank])) for rank in chosen}
         first_event, first_violation, began_s = len(self.events), len(self.violations), self.kernel.now_s
         self.kernel.stalls.clear()
+        self.events.on_event = self._strike if self.faults else None
         try:
             self.kernel.run()
         finally:
@@ -169,8 +169,6 @@ class RecordingWorld:
     def _unwind(self, tasks: Sequence[Task]) -> None:
         """End what has not ended; what their `finally` blocks would log did not happen in this world."""
         happened = len(self.events)
-        strike, self.events.on_event = self.events.on_event, lambda event: None
+        self.events.on_event = None
         self.kernel.kill(tasks)
-        self.kernel.reap()
-        self.events.on_event = strike
         del self.events[happened:]

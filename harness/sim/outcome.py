@@ -59,7 +59,8 @@ class Findings:
 
     def _first(self) -> tuple[Kind, str]:
         mismatches = [text.removeprefix("mismatch: ") for text in self.noted if text.startswith("mismatch: ")]
-        rules = [*(text for text in self.noted if text.startswith("rule ")), *map(rule_text, self.broken)]
+        # Sorted: which of two independent parties showed it first is no difference between schedules.
+        rules = [*sorted(text for text in self.noted if text.startswith("rule ")), *map(rule_text, self.broken)]
         if isinstance(self.stopped, Deadlock):
             return "deadlock", str(self.stopped).removeprefix("deadlock: ")
         if self.stopped is not None:

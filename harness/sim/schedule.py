@@ -42,5 +42,9 @@ def in_turn(runnable: Sequence[Task], previous: Task | None) -> list[Task]:
     """The candidates in round robin's order: first who comes after the task that ran last."""
     if previous is None:
         return list(runnable)
-    at = next((i for i, task in enumerate(runnable) if task.index > previous.index), 0)
+    last, at = previous.index, 0
+    for task in runnable:
+        if task.index > last:
+            break
+        at += 1
     return [*runnable[at:], *runnable[:at]]

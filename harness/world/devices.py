@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import subprocess
@@ -41,10 +42,15 @@ def count_gpus() -> int:
     return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
 
 
-def gpus_needed(tp: int | None, pp: int | None) -> int:
+def gpus_needed(tp: int | None, pp: int | None, ep: int | None = None) -> int:
     """One GPU per trainer rank and per engine of the largest world that the options ask for."""
-    matrix = DEFAULT_MATRIX if tp is None and pp is None else ((tp or 1, pp or 1),)
-    return max(tp * pp for tp, pp in matrix) + ENGINES
+    matrix = DEFAULT_MATRIX if tp is None and pp is None and ep is None else ((tp or 1, pp or 1),)
+    return max(tp * pp * replicas(tp, ep or 1) for tp, pp in matrix) + ENGINES
+
+
+def replicas(tp: int, ep: int) -> int:
+    """The data parallel size that a stage needs at least: its ranks must be whole expert parallel groups."""
+    return ep // math.gcd(tp, ep)
 
 
 def choose(requested: str, needed: int, found: int | None = None) -> Device:

@@ -21,6 +21,7 @@ import torch
 
 from harness.checkpoints import config_only_copy, read_checkpoint
 from harness.compare import compare, compare_arrivals
+from harness.one_process import admit_experts
 from harness.world import planted
 from harness.world.rank import RankContext
 from harness.world.readback import read_back, record_unpacked_weights
@@ -180,6 +181,7 @@ def _llm(context: RankContext, path: Path | str, *, load_format: str, backend: s
     llm = LLM(str(path), skip_tokenizer_init=True, enforce_eager=True, load_format=load_format, max_model_len=64,
               dtype="bfloat16", num_gpu_blocks_override=64, use_tqdm_on_load=False,
               weight_transfer_config=None if backend is None else {"backend": backend})
+    admit_experts()
     context.state.setdefault("llms", []).append(llm)
     return llm
 
