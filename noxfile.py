@@ -39,7 +39,7 @@ def cpu(session: nox.Session) -> None:
 
 @nox.session
 def gpu(session: nox.Session) -> None:
-    """Real worlds: `-- --tp 1 --pp 2 --device auto|cuda|cpu --nccl-timeout N --model qwen3 --report FILE`."""
+    """Real worlds: `-- --tp 1 --pp 2 --ep 1 --device auto|cuda|cpu --nccl-timeout N --model qwen3 --report FILE`."""
     device = _device(session)
     session.log(device.text())
     steps = {"cuda": _install_cuda, "cpu": _install_cpu}[device.name]
@@ -93,10 +93,11 @@ def _device(session: nox.Session) -> Device:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--tp", type=int)
     parser.add_argument("--pp", type=int)
+    parser.add_argument("--ep", type=int)
     parser.add_argument("--device", default="auto")
     options, _ = parser.parse_known_args(session.posargs)
     try:
-        return choose(options.device, gpus_needed(options.tp, options.pp))
+        return choose(options.device, gpus_needed(options.tp, options.pp, options.ep))
     except TooFewGpus as error:
         raise SystemExit(str(error)) from None
 

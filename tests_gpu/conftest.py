@@ -14,7 +14,7 @@ from conftest import chosen_device
 from harness.checkpoints import make_checkpoint
 from harness.report import print_summary, write_json
 from harness.world.deadline import Deadline
-from harness.world.devices import DEFAULT_MATRIX, ENGINES, Device, choose
+from harness.world.devices import DEFAULT_MATRIX, ENGINES, Device, choose, replicas
 from harness.world.job import SyncJob, SyncReport
 from harness.world.nesting import WORLD_GUARD_S, check_nesting
 from harness.world.pool import WorldPool
@@ -58,7 +58,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Every world test has a deadline, and pytest-timeout's is outside it: the report must have time to be made. Where the
     command line names a topology, tests that bring their own do not run."""
-    if config.option.tp is not None or config.option.pp is not None:
+    if _names_a_topology(config):
         own = [item for item in items if item.get_closest_marker("own_world")]
         config.hook.pytest_deselected(items=own)
         items[:] = [item for item in items if item not in own]
@@ -76,10 +76,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """`topology` and `family` follow the command line."""
     options = metafunc.config.option
     if "topology" in metafunc.fixturenames:
-        matrix = DEFAULT_MATRIX if options.tp is None and options.pp is None else ((options.tp or 1, options.pp or 1),)
+        matrix = ((options.tp or 1, options.pp or 1),) if _names_a_topology(metafunc.config) else DEFAULT_MATRIX
         metafunc.parametrize("topology", matrix, ids=[f"tp{tp}-pp{pp}" for tp, pp in matrix], indirect=True, scope="session")
     if "family" in metafunc.fixturenames:
         metafunc.parametrize("family", options.model or FAMILIES)
+
+
+def _names_a_topology(config: pytest.Config) -> bool:
+    return any(size is not None for size in (config.option.tp, config.option.pp, config.option.ep))
 
 
 def _limit_s(item: pytest.Item) -> float:
@@ -97,8 +101,8 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorldPool]:
 
 @pytest.fixture(scope="session")
 def topology(request: pytest.FixtureRequest) -> Topology:
-    tp, pp = request.param
-    return Topology(tp=tp, pp=pp, engines=ENGINES, device=request.config.stash[_device].name)
+    (tp, pp), ep = request.param, request.config.option.ep or 1
+    return Topology(tp=tp, pp=pp, dp=replicas(tp, ep), ep=ep, engines=ENGINES, device=request.config.stash[_device].name)
 
 
 @pytest.fixture

@@ -5,11 +5,15 @@ The CPU build packs a layer's weight for its matrix kernels when it is loaded (v
 checkpoint names. A tied `lm_head` is not named: it shares the embedding's parameter, keeps its own packed copy, and would go on
 computing logits with the old weights, silently.
 
-Mixture-of-experts layers are packed once as well and never again, and that cannot be put right at finish yet: such models are
-refused.
+Experts are packed by the first load and never again (vllm/model_executor/layers/fused_moe/unquantized_fused_moe_method.py,
+`_setup_kernel` packs only where it makes the kernel): an update leaves checkpoint-shaped bytes where the kernel reads packed
+ones. They are packed at the same place, each time a layer has been loaded. Other expert kernels than the unquantised one are
+refused, since nobody has looked at what they leave stale.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -20,12 +24,36 @@ class Unrepaired(StagedSyncError):
     """This model would compute with stale weights after an update, silently, on vLLM's CPU build."""
 
 
-def check(model: torch.nn.Module) -> None:
-    """Raise `Unrepaired`, naming the layers, where `repair` would not be enough."""
-    experts = [name for name, layer in model.named_modules() if hasattr(getattr(layer, "quant_method", None), "moe_kernel")]
-    if experts:
-        raise Unrepaired(bullets("vLLM's CPU build does not pack mixture-of-experts layers again after a weight update, so this "
-                                 "engine would answer with garbage; the gloo back end does not serve such models yet:", experts))
+def prepare(model: torch.nn.Module) -> None:
+    """Once per engine, before its first session: expert layers pack again whenever they are reloaded. Raises `Unrepaired`,
+    naming the layers, where nobody knows how to put a layer right."""
+    experts = {name: layer for name, layer in model.named_modules()
+               if hasattr(getattr(layer, "quant_method", None), "moe_kernel")}
+    unknown = [f"{name} ({type(layer.quant_method).__name__})" for name, layer in experts.items()
+               if type(layer.quant_method).__name__ != "UnquantizedFusedMoEMethod"]
+    if unknown:
+        raise Unrepaired(bullets("vLLM's CPU build does not pack these mixture-of-experts layers again after a weight update, so "
+                                 "this engine would answer with garbage; only unquantised experts can be repaired:", unknown))
+    for layer in experts.values():
+        _pack_on_reload(layer.quant_method)
+
+
+def _pack_on_reload(method: Any) -> None:
+    stock = method.process_weights_after_loading
+
+    def process(layer: torch.nn.Module) -> None:
+        reloaded = method.moe_kernel is not None  # the first load makes the kernel, and packs
+        stock(layer)
+        if reloaded:
+            pack_experts(layer)
+
+    method.process_weights_after_loading = process
+
+
+def pack_experts(layer: torch.nn.Module) -> None:
+    """Pack the checkpoint-shaped weights that `layer` (vLLM's RoutedExperts) has just been loaded with. Once: packing twice
+    would scramble them."""
+    layer.quant_method.moe_kernel.fused_experts.process_weights_after_loading(layer)  # type: ignore[operator, union-attr]
 
 
 def repair(model: torch.nn.Module) -> None:

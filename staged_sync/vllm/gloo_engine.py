@@ -60,7 +60,7 @@ class GlooWeightTransferEngine(NCCLWeightTransferEngine):
         """Raises UnsupportedVllm or cpu_repairs.Unrepaired where an update could not make this engine right."""
         super().__init__(config, vllm_config, device, model)
         api.installed()
-        cpu_repairs.check(model)
+        cpu_repairs.prepare(model)
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
         """Join the source's group. Raises TransportError, bounded by `init_info.timeout_s`; no group is held then."""

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from harness.checkpoints import config_only_copy, make_checkpoint
+from harness.one_process import admit_experts
 from tests_gpu.vllm.source import Receiver
 
 PROMPTS = [[1, 2, 3, 4], [9, 8, 7], [100, 50, 25, 12, 6]]
@@ -51,6 +52,7 @@ def make_llm(vllm_cpu: None) -> Callable[..., Any]:
             built.append(LLM(str(path), skip_tokenizer_init=True, enforce_eager=True, load_format=load_format, max_model_len=64,
                              dtype="bfloat16", num_gpu_blocks_override=64, seed=0,
                              weight_transfer_config={"backend": backend}))
+        admit_experts()
         return built[-1]
 
     return build

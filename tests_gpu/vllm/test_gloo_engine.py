@@ -91,12 +91,27 @@ def test_a_tied_head_is_packed_again(make_engine: EngineFactory, tmp_path: Path,
     assert {type(layer).__name__ for layer in heads} == {"VocabParallelEmbedding", "ParallelLMHead"}
 
 
+def test_experts_are_packed_again(make_engine: EngineFactory, tmp_path: Path, reference: Reference,
+                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the repair the engine's kernel reads checkpoint-shaped bytes as packed ones; so this also shows that it is needed.
+    Three updates in a row: what is packed in place must not be packed twice."""
+    steps = [make_checkpoint(tmp_path / f"moe{step}", "qwen3_moe", step=step, num_layers=2) for step in (0, 1, 2)]
+    receiver = make_engine(steps[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(cpu_repairs, "pack_experts", lambda layer: None)
+        update(receiver, read_checkpoint(steps[0]), "stale")
+        assert receiver.engine.generate(PROMPTS) != reference(steps[0])
+    for step in steps:
+        update(receiver, read_checkpoint(step), step.name)
+        assert receiver.engine.generate(PROMPTS) == reference(step)
+
+
 def test_a_model_that_would_go_stale_is_refused() -> None:
     experts = torch.nn.Module()
     experts.quant_method = mock.Mock(spec=["moe_kernel"])
     model = torch.nn.Sequential(torch.nn.Linear(1, 1), experts)
-    with pytest.raises(cpu_repairs.Unrepaired, match=r"(?s)mixture-of-experts.*- 1$"):
-        cpu_repairs.check(model)
+    with pytest.raises(cpu_repairs.Unrepaired, match=r"(?s)mixture-of-experts.*- 1 \(Mock\)$"):
+        cpu_repairs.prepare(model)
 
 
 def test_vllms_experts_are_what_is_refused(vllm_cpu: None) -> None:
