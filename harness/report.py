@@ -15,7 +15,9 @@ from harness.world.job import SyncReport
 from harness.world.receiver import EngineReport
 
 _PHASES = ("pause", "start", "send", "finish", "publish", "resume")
-_WIDTH = 200
+_WIDTH = 400
+"""More than any row needs: a row that is cut proves nothing."""
+
 _CAPTION = """\
 pause … resume: seconds on the lead, barriers included. bit-exact: tensors on arrival against the safetensors file, per engine.
 after finish: parameters against a reference engine's (in brackets: those read as they were before vLLM packed them).

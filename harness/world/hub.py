@@ -41,6 +41,8 @@ class RankState:
     child_pid: int = 0
     ready: bool = False
     ended: str = ""
+    last_words: str = ""
+    """The end of the log of a child that has ended."""
 
     @property
     def alive(self) -> bool:
@@ -48,7 +50,7 @@ class RankState:
         return self.ready and self.supervisor_pid != 0 and not self.ended
 
     def starts_anew(self) -> None:
-        self.ready, self.supervisor_pid, self.ended = False, 0, ""
+        self.ready, self.supervisor_pid, self.ended, self.last_words = False, 0, "", ""
 
 
 @dataclass(slots=True)
@@ -173,10 +175,10 @@ class Hub:
         self.run.outcomes[outcome.rank] = outcome
 
     def _child_ended(self, state: RankState, how: str, log_tail: str) -> None:
-        state.ended, state.ready = how, False
-        self._settle_dead(state, log_tail)
+        state.ended, state.ready, state.last_words = how, False, log_tail
+        self._settle_dead(state)
 
-    def _settle_dead(self, state: RankState, log_tail: str = "") -> None:
+    def _settle_dead(self, state: RankState) -> None:
         if self.run is not None and state.rank in self.run.pending:
             text = f"process {state.child_pid} of this rank ended with {state.ended}"
-            self._settle(Outcome(state.rank, None, Problem("RankDied", text, log_tail)))
+            self._settle(Outcome(state.rank, None, Problem("RankDied", text, state.last_words)))

@@ -65,6 +65,7 @@ def absent_rank_waits_for_a_call(context: RankContext) -> NoReturn:
 def dies(context: RankContext, *, rank: int) -> str:
     """One rank kills itself in mid-scenario, as a segmentation fault or the kernel's OOM killer would."""
     if context.rank == rank:
+        os.write(2, b"these were my last words\n")
         os.kill(os.getpid(), signal.SIGKILL)
     return "fine"
 

@@ -72,6 +72,9 @@ def test_a_rank_that_dies_is_reported_and_its_world_replaced(pool: WorldPool, wo
     assert problem is not None
     assert problem.kind == "RankDied"
     assert problem.text.endswith("ended with signal SIGKILL")
+    late = world.start(dummies.who, on=[2], greeting="").wait(Deadline.after(SOON_S))[2].problem
+    assert late is not None
+    assert problem.traceback == late.traceback == "these were my last words\n", "the end of its log must be shown, also later"
     assert not world.healthy
     assert pool.get(world.topology) is not world
 
