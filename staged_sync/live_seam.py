@@ -32,6 +32,9 @@ POLL_FIRST_S, POLL_LAST_S = 50e-6, 5e-3
 VERDICT_S = 2.0
 """How long ranks wait for the lead to say who was absent, after a status barrier has failed on all of them."""
 
+INLINE_BYTES = 4096
+"""What of a status everybody gets at once; enough for any failure and any rank's introduction."""
+
 LOOK_S = 1.0
 """How often a rank that waits in a status barrier asks the store whether the barrier is lost."""
 
@@ -256,15 +259,30 @@ class _GlooControlGroup:
         work.wait()  # raises what gloo met
 
     def _all_payloads(self, payload: bytes, longest: int, timeout: timedelta) -> list[bytes]:
-        mine = torch.zeros(8 + longest, dtype=torch.uint8)
-        framed = len(payload).to_bytes(8, "little") + payload
-        mine[:len(framed)] = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
-        everybody = [torch.empty_like(mine) for _ in range(self._world_size)]
-        options = AllgatherOptions()
-        options.timeout = timeout
-        self._wait(self._group.allgather([everybody], [mine], options))
-        framed_all = [ctypes.string_at(one.data_ptr(), one.numel()) for one in everybody]  # torch may come without numpy
-        return [one[8:8 + int.from_bytes(one[:8], "little")] for one in framed_all]
+        """The beginnings of all payloads at once; the rest of long ones from their own ranks, one after the other.
+
+        At connect a few sources list thousands of tensors: gathering everything at the longest payload's size would cost that
+        size times the number of ranks, on every rank.
+        """
+        inline = min(longest, INLINE_BYTES)
+        beginning = _tensor(len(payload).to_bytes(8, "little") + payload[:inline].ljust(inline, b"\0"))
+        everybody = [torch.empty_like(beginning) for _ in range(self._world_size)]
+        gather = AllgatherOptions()
+        gather.timeout = timeout
+        self._wait(self._group.allgather([everybody], [beginning], gather))
+        payloads = []
+        for rank, framed in enumerate(map(_bytes, everybody)):
+            length = int.from_bytes(framed[:8], "little")
+            rest = b"" if length <= inline else self._broadcast(payload[inline:], length - inline, rank, timeout)
+            payloads.append(framed[8:8 + min(length, inline)] + rest)
+        return payloads
+
+    def _broadcast(self, mine: bytes, length: int, source: int, timeout: timedelta) -> bytes:
+        tensor = _tensor(mine) if source == self._rank else torch.empty(length, dtype=torch.uint8)
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor, options.timeout = source, 0, timeout
+        self._wait(self._group.broadcast([tensor], options))
+        return _bytes(tensor)
 
     def _absent(self, timeout_s: float, error: Exception) -> RanksAbsent:
         """Find out who is missing: every rank that is still there signs for the exchange that failed."""
@@ -278,6 +296,14 @@ class _GlooControlGroup:
         who = f"trainer ranks {missing} did not come" if missing else "all ranks are there, but the group broke"
         return RanksAbsent(f"{who} (waited at most {timeout_s:g} s; gloo says: {_first_line(error)}). Look for an error or a "
                            f"stack of these ranks", tuple(missing))
+
+
+def _tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return ctypes.string_at(tensor.data_ptr(), tensor.numel())  # without numpy, which torch may come without
 
 
 def _first_line(error: Exception) -> str:

@@ -68,6 +68,14 @@ def test_every_rank_learns_every_status_and_an_empty_one_costs_no_payload(world:
     assert world(lambda control, rank: control.barrier("two", Status(), timeout_s=10)) == [[Status()] * 3] * 3
 
 
+@pytest.mark.parametrize("sizes", [(0, 4096, 4097), (20_000, 1, 0), (9000, 12_345, 4095)])
+def test_long_and_short_payloads_arrive_whole(world: World, sizes: tuple[int, ...]) -> None:
+    world(opened)
+    data = [{} if size == 0 else {"text": f"{rank}" * size} for rank, size in enumerate(sizes)]
+    results = world(lambda control, rank: control.barrier("long", Status(data=data[rank]), timeout_s=10))
+    assert results == [[Status(data=one) for one in data]] * 3
+
+
 def test_an_absent_rank_is_named_by_all_others_with_one_text(world: World) -> None:
     world(opened)
     results = world(lambda control, rank: None if rank == 2 else control.barrier("three", Status(), timeout_s=1))
