@@ -106,7 +106,7 @@ class Life:
             self._fd = None
 
 
-def tail(path: Path, limit_bytes: int = 4000) -> str:
+def tail(path: Path, limit_bytes: int = 16_000) -> str:
     """The end of a log file, empty where there is none."""
     try:
         with path.open("rb") as file:
