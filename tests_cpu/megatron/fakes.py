@@ -59,6 +59,8 @@ class World:
     fields: Mapping[str, Any] = field(default_factory=dict)
     """Overrides of the Megatron config."""
     args: Mapping[str, Any] = field(default_factory=dict)
+    float32: str = "-"
+    """Names' end of the tensors that the trainer holds in float32, whatever the checkpoint has."""
     strided: bool = False
     """Matrices stored column by column."""
 
@@ -242,7 +244,8 @@ def export_stage(folder: Path, hf: Mapping[str, torch.Tensor], at: World, stage:
     """The source's export, with all its gather peers; the other ranks of the stage do not run at all."""
     args, lockstep = write_config(folder, at.config, **at.args), Lockstep()
     seams = [LockstepSeam(at, lockstep, rank=rank, stage=stage) for rank in at.ranks]
-    exports = [exporter(args, stage_model(hf, at, rank=rank, stage=stage), seam, hf_tensors if rank == 0 else None)
+    held = {name: tensor.float() if name.endswith(at.float32) else tensor for name, tensor in hf.items()}
+    exports = [exporter(args, stage_model(held, at, rank=rank, stage=stage), seam, hf_tensors if rank == 0 else None)
                for rank, seam in zip(at.ranks, seams, strict=True)]
     source = exports[0]
     assert source.problems() == []

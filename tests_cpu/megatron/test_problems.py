@@ -17,7 +17,7 @@ from staged_sync.megatron.families import FAMILIES, UnknownFamily, find_family
 from tests_cpu.megatron.fakes import RecordingSeam, World, exporter, megatron_config, stage_model, world, write_config
 
 CONFIG = hf_config("qwen3", num_layers=3)
-KNOWN = ("llama", "qwen2", "qwen3", "qwen3_moe")
+KNOWN = ("deepseek_v3", "glm4_moe", "llama", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 
 
 def problems(folder: Path, at: World | None = None, *, change: Callable[[nn.Module], None] = lambda model: None,

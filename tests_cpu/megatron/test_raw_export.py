@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.checkpoints import checkpoint_tensors, hf_config
+from harness.model_shapes import HEAD_FROM_HIDDEN
 from staged_sync.megatron.families import find_family
 from staged_sync.megatron.families.common import expert_of
 from tests_cpu.megatron.fakes import (
@@ -28,41 +29,92 @@ from tests_cpu.megatron.fakes import (
     write_config,
 )
 
-FAMILIES = ["qwen3", "qwen2", "llama"]
+DENSE = ["qwen3", "qwen2", "llama"]
+MIXTURES = ["qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe", "deepseek_v3"]
+
+SMALL: dict[str, dict[str, Any]] = {  # every dimension cuts over 4 ranks
+    "qwen3_moe": {"moe_intermediate_size": 8},
+    "qwen2_moe": {"moe_intermediate_size": 8, "shared_expert_intermediate_size": 12},
+    "mixtral": {"intermediate_size": 8},
+    "glm4_moe": {"moe_intermediate_size": 8},
+    "deepseek_v3": {"moe_intermediate_size": 8, "q_lora_rank": 20, "kv_lora_rank": 28, "qk_nope_head_dim": 6,
+                    "qk_rope_head_dim": 8, "v_head_dim": 5},
+}
+EXPERTS_FIELD = {"qwen3_moe": "num_experts", "qwen2_moe": "num_experts", "mixtral": "num_local_experts",
+                 "glm4_moe": "n_routed_experts", "deepseek_v3": "n_routed_experts"}
+
+
+def mixture(draw: st.DrawFn, family: str, ep: int) -> dict[str, Any]:
+    """What the family's config.json says of its experts, and whether it predicts more tokens."""
+    extra = SMALL[family] | {EXPERTS_FIELD[family]: ep * draw(st.integers(1, 3))}
+    if family in ("glm4_moe", "deepseek_v3"):
+        extra |= {"first_k_dense_replace": draw(st.integers(0, 2)), "num_nextn_predict_layers": draw(st.integers(0, 2))}
+    elif family != "mixtral":
+        extra |= {"mlp_only_layers": draw(st.lists(st.integers(0, 3), max_size=2))}
+    if family == "deepseek_v3":
+        extra |= {"q_lora_rank": draw(st.sampled_from([None, 20]))}
+    return extra
+
+
+def small_config(draw: st.DrawFn, family: str, **more: Any) -> dict[str, Any]:
+    """Groups fewer than, as many as and more than 4 tensor parallel ranks, an odd vocabulary, few layers."""
+    heads, groups = draw(st.sampled_from([(h, g) for h in (4, 8, 12) for g in (1, 2, 4, 8) if h % g == 0]))
+    hidden = None if family in HEAD_FROM_HIDDEN else 24
+    return hf_config(family, tied=draw(st.booleans()), vocab_size=draw(st.integers(3, 61)), heads=heads, groups=groups,
+                     num_layers=draw(st.integers(1, 4)), hidden_size=hidden, **({"ffn_size": 20} | more))
+
+
+def ranges(draw: st.DrawFn, layers: int) -> list[list[range]]:
+    """By chunk and stage; uneven, also empty."""
+    pp = draw(st.integers(1, 3))
+    vpp = draw(st.integers(1, 2)) if pp > 1 else 1  # Megatron has no virtual chunks on one stage
+    cuts = sorted(draw(st.lists(st.integers(0, layers), min_size=pp * vpp - 1, max_size=pp * vpp - 1)))
+    pieces = [range(low, high) for low, high in zip([0, *cuts], [*cuts, layers], strict=True)]
+    return [pieces[chunk * pp:(chunk + 1) * pp] for chunk in range(vpp)]
 
 
 @st.composite
-def worlds(draw: st.DrawFn) -> World:
-    """Any family on any layout: groups fewer than, as many as and more than TP ranks, odd vocabularies, uneven chunks."""
-    tp, pp, vpp = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 3)), draw(st.integers(1, 2))
-    heads, groups = draw(st.sampled_from([(h, g) for h in (4, 8, 12) for g in (1, 2, 4, 8) if h % g == 0]))
-    family = draw(st.sampled_from(FAMILIES))
-    config = hf_config(family, tied=draw(st.booleans()), vocab_size=draw(st.integers(3, 61)), heads=heads, groups=groups,
-                       num_layers=draw(st.integers(1, 4)), hidden_size=None if family == "qwen2" else 24, ffn_size=20)
-    layers, chunks = config["num_hidden_layers"], pp * vpp
-    cuts = sorted(draw(st.lists(st.integers(0, layers), min_size=chunks - 1, max_size=chunks - 1)))
-    pieces = [range(low, high) for low, high in zip([0, *cuts], [*cuts, layers], strict=True)]
-    padded = -(-config["vocab_size"] // tp) * tp + tp * draw(st.integers(0, 2))
-    return World(config, tp, [pieces[chunk * pp:(chunk + 1) * pp] for chunk in range(vpp)],
-                 names=draw(st.sampled_from(["local", "te"])), padded_vocab=padded)
+def worlds(draw: st.DrawFn, families: list[str]) -> World:
+    """Any of `families` on any legal layout, with any bucket size, from a model that holds some tensors in float32."""
+    family, tp = draw(st.sampled_from(families)), draw(st.sampled_from([1, 2, 4]))
+    etp, ep = draw(st.sampled_from([(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)] if family in MIXTURES else [(1, 1)]))
+    config = small_config(draw, family, **(mixture(draw, family, ep) if family in MIXTURES else {}))
+    return World(config, tp, ranges(draw, config["num_hidden_layers"]), ep=ep, etp=etp,
+                 dp=etp * ep // math.gcd(tp, etp * ep) * draw(st.integers(1, 2) if etp * ep * tp <= 2 else st.just(1)),
+                 names=draw(st.sampled_from(["local", "te"])), container=draw(st.sampled_from(["sequential", "te", "grouped"])),
+                 padded_vocab=-(-config["vocab_size"] // tp) * tp + tp * draw(st.integers(0, 2)),
+                 float32=draw(st.sampled_from(["-", "norm.weight", "weight"])),
+                 args={"update_weight_buffer_size": draw(st.sampled_from([1, 3000, 1 << 14, 1 << 30]))})
 
 
-@given(at=worlds())
-@settings(max_examples=40, deadline=None)
-def test_stages_together_export_the_checkpoint_bit_for_bit(at: World, tmp_path_factory: pytest.TempPathFactory) -> None:
+def check_export(at: World, folder: Path) -> None:
     hf = checkpoint_tensors(at.config)
-    stages = export_world(tmp_path_factory.getbasetemp() / "hf", at, hf=hf)
+    stages = export_world(folder, at, hf=hf)
     assert differences(stages, hf) == []
     for stage in stages:
         assert [(m.name, m.dtype, m.shape) for m in stage.described] == [
             (name, tensor.dtype, tuple(tensor.shape)) for name, tensor in stage.tensors]
 
 
-@given(at=worlds())
+@given(at=worlds(DENSE))
+@settings(max_examples=25, deadline=None)
+def test_stages_together_export_a_dense_checkpoint_bit_for_bit(at: World, tmp_path_factory: pytest.TempPathFactory) -> None:
+    check_export(at, tmp_path_factory.getbasetemp() / "hf")
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+@given(data=st.data())
+@settings(max_examples=12, deadline=None)
+def test_stages_together_export_a_mixture_of_experts_bit_for_bit(family: str, data: st.DataObject,
+                                                                 tmp_path_factory: pytest.TempPathFactory) -> None:
+    check_export(data.draw(worlds([family])), tmp_path_factory.getbasetemp() / "hf")
+
+
+@given(at=worlds(DENSE + MIXTURES))
 @settings(max_examples=20, deadline=None)
 def test_converting_to_hf_and_back_keeps_every_bit(at: World, tmp_path_factory: pytest.TempPathFactory) -> None:
     hf = checkpoint_tensors(at.config)
-    whole = replace(at, tp=1, ranges=[[range(at.config["num_hidden_layers"])]])
+    whole = World(at.config, 1, [[range(at.config["num_hidden_layers"])]], names=at.names, container=at.container)
     args = write_config(tmp_path_factory.getbasetemp() / "hf", at.config)
     export = exporter(args, stage_model(hf, whole), RecordingSeam(whole))
     family, sizes = find_family(at.config["model_type"]), export._sizes

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from staged_sync.megatron.families import llama, qwen2, qwen3, qwen3_moe
+from staged_sync.megatron.families import deepseek_v3, glm4_moe, llama, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
 from staged_sync.megatron.families.common import Family
 
-MODULES = (llama, qwen2, qwen3, qwen3_moe)
+MODULES = (llama, qwen2, qwen3, qwen3_moe, qwen2_moe, mixtral, glm4_moe, deepseek_v3)
 
 FAMILIES = {model_type: module.FAMILY for module in MODULES for model_type in module.FAMILY.model_types}
 
