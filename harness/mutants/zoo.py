@@ -17,6 +17,9 @@ _RANK = "tests_cpu.recording.test_rank_faults"
 _WAITS = "tests_cpu.recording.test_waits_and_agreement"
 
 ZOO: tuple[Mutant, ...] = (
+    Mutant("old behaviour", 1, ("vllm-project/vime#329",), staging.old_behaviour,
+           "tests_cpu.recording.test_the_old_bug:test_ours_passes_where_the_old_behaviour_fails", "the run was not clean",
+           {"retain_replaced": True, "pp": 2}),
     Mutant("no deferral", 1, ("vllm-project/vime#329", "THUDM/slime#2331"), staging.no_deferral,
            f"{_ORDER_PP2}:test_tp1_pp2_each_source_opens_sends_and_closes_in_its_turn",
            "rule 1: engine0 engine0/worker0 is asked to join vime-pp_0 while it holds live group vime-pp_1"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, Self
 
@@ -75,9 +75,9 @@ class Exploration:
         return self
 
     def text(self) -> str:
-        search = "complete" if self.complete else "not complete"
-        each = f"{1e3 * self.seconds / self.schedules:.2f} ms and {self.steps / self.schedules:.0f} steps each" if self.schedules else ""
-        return f"{self.explorer}: {self.schedules} schedules, {each}, search {search}; {dict(self.outcomes)}"
+        search, count = "complete" if self.complete else "not complete", max(1, self.schedules)
+        return (f"{self.explorer}: {self.schedules} schedules, {1e3 * self.seconds / count:.2f} ms CPU and "
+                f"{self.steps / count:.0f} steps each, search {search}; {dict(self.outcomes)}")
 
 
 class ScheduleFailed(AssertionError):

@@ -100,7 +100,8 @@ def one_session(trace: Trace) -> Iterator[Violation]:
             times = [at for at, detail in done if detail == method]
             if len(times) > 1 or (trace.facts.went_well and len(times) != 1):
                 yield Violation(2, times[-1] if times else -1, f"{name} does {method} {len(times)} times in one update")
-        begin, end = (next((at for at, detail in done if detail == m), None) for m in ("start_weight_update", "finish_weight_update"))
+        begin = next((at for at, detail in done if detail == "start_weight_update"), None)
+        end = next((at for at, detail in done if detail == "finish_weight_update"), None)
         for at, event in trace.of("receive"):
             if event.actor.startswith(f"{name}/") and (begin is None or at < begin or (end is not None and at > end)):
                 yield Violation(2, at, f"{event.actor} receives {event.detail} outside the session")
@@ -140,7 +141,8 @@ def barrier_symmetry(trace: Trace) -> Iterator[Violation]:
                 break
         else:
             if trace.facts.went_well and len(labels) != len(first):
-                yield Violation(4, labels[-1][0] if labels else -1, f"rank {rank} meets {len(labels)} times, rank 0 {len(first)} times")
+                yield Violation(4, labels[-1][0] if labels else -1,
+                                f"rank {rank} meets {len(labels)} times, rank 0 {len(first)} times")
 
 
 _SOURCES_ONLY = ("listen", "open", "send", "synchronize", "close", "state")

@@ -18,7 +18,7 @@ from harness.recording.job import RecordingJob
 from harness.recording.kernel import Deadlock, Kernel, StepBound, Task
 from harness.recording.model import hf_metas
 from harness.recording.scheduler import round_robin
-from harness.recording.world import RecordingWorld, RunResult
+from harness.recording.world import RunResult
 from harness.sim.invariants import Facts, violations
 from harness.sim.outcome import Findings, Outcome
 from harness.sim.scenario import Scenario, checkpoint_folder
@@ -40,6 +40,8 @@ class Run:
     choices: Choices
     steps: int
     events: Sequence[Event]
+    facts: Facts | None = None
+    """None where it did not come to its end, and of plays."""
 
 
 class Simulation:
@@ -75,10 +77,10 @@ class Simulation:
         with explored_by(explorer, world.kernel) as choices:
             found, result = attempt(self._body)
         explorer.over(not isinstance(found.stopped, StepBound))
-        found = self._judge(found, result)
-        outcome = found.outcome()
+        facts = None if result is None else facts_of(self.scenario, self.job, result)
+        outcome = self._judge(found, facts).outcome()
         self.spent = self.scenario.connects or outcome.kind != "well"
-        return Run(outcome, tuple(choices.made), choices.steps, list(world.events))
+        return Run(outcome, tuple(choices.made), choices.steps, list(world.events), facts)
 
     def _connect(self) -> None:
         self.job.connect().check()
@@ -90,14 +92,12 @@ class Simulation:
         connect = self.job.connect()
         return self.job.update() if not connect.errors else connect
 
-    def _judge(self, found: Findings, result: RunResult | None) -> Findings:
+    def _judge(self, found: Findings, facts: Facts | None) -> Findings:
         world = self.job.world
         noted = tuple(world.violations)
-        if result is None:
+        if facts is None:
             return replace(found, noted=noted)
-        connects = self.scenario.connects
-        facts = facts_of(self.scenario, self.job, result)
-        events = [e for e in world.events if e.phase != "connect"] if connects else world.events
+        events = update_events(world.events) if self.scenario.connects else world.events
         raised = [f"rank {rank}: {text}" for rank, text in facts.raised.items()]
         kept = 1 if self.scenario.pp == 1 else 0
         leaked = [f"transfer group {channel.name} of rank {channel.source} is still open after the update"
@@ -107,9 +107,9 @@ class Simulation:
 
 def make_job(scenario: Scenario, faults: Faults) -> RecordingJob:
     table = scenario.table
-    args: dict[str, Any] = {**SHORT, "update_weight_buffer_size": scenario.bucket_bytes, "vllm_weight_sync_packed": scenario.packed,
-                            "update_weight_packed_buffer_size": scenario.packed_buffer_bytes,
-                            "update_weight_report_folder": "no such folder"}
+    args: dict[str, Any] = {
+        **SHORT, "update_weight_buffer_size": scenario.bucket_bytes, "vllm_weight_sync_packed": scenario.packed,
+        "update_weight_packed_buffer_size": scenario.packed_buffer_bytes, "update_weight_report_folder": "no such folder"}
     folder = checkpoint_folder(scenario.stages or ((1, 0),) * scenario.pp, scenario.vpp)
     return RecordingJob(table=table, engines=scenario.engine_options(), args=args, faults=faults, folder=folder,
                         max_steps=MAX_STEPS, tp=scenario.tp, pp=scenario.pp, dp=scenario.dp, cp=scenario.cp, ep=scenario.ep,
@@ -125,6 +125,12 @@ def facts_of(scenario: Scenario, job: RecordingJob, result: RunResult) -> Facts:
         died=tuple(result.died), endless=tuple(job.world.kernel.endless),
         differences=tuple(job.differences()) if well else (),
         publishes=not job.world.engines[0].options.plain_vime)
+
+
+def update_events(events: Sequence[Event]) -> Sequence[Event]:
+    """Without connect: from the first event of the update on."""
+    first = next((i for i, event in enumerate(events) if event.phase == "pause"), len(events))
+    return events[first:]
 
 
 def attempt(body: Callable[[], RunResult]) -> tuple[Findings, RunResult | None]:
