@@ -16,6 +16,8 @@ from harness.world.job import SyncJob, SyncReport
 from harness.world.wire import Problem, Topology
 from harness.world.world import World, WorldHung
 
+pytestmark = pytest.mark.beyond_main_job
+
 Job = Callable[..., SyncJob]
 Exact = Callable[[SyncReport], SyncReport]
 
@@ -117,6 +119,8 @@ def test_a_killed_engine_is_replaced_and_does_not_serve_before_its_first_complet
     dead = job.engines[1].rank
     job.plant(dead, "engine_dies", engine=1, method="receive", nth=1)
     assert_one_cause(job.failures("update", Deadline.after(AT_ONCE_S)), "rollout engine 1")
+    (other,) = world.run("harness.world.receiver:state", on=[job.engines[0].rank], deadline=job.deadline)
+    assert (other["paused"], other["session_open"], other["weight_version"]) == (True, False, "1"), other
     world.respawn(dead, job.deadline)
     job.renew_engine(1)
     job.connect()
@@ -158,7 +162,10 @@ def test_the_old_behaviour_never_ends_well(backend: str, checkpoints: Callable[.
     began = time.monotonic()
     problems = job.failures("update", Deadline.after(IN_TIME_S))
     assert (time.monotonic() - began >= CALL_S) == (backend == "gloo_retain")
-    assert_one_cause(problems, "of rollout engine 0")
+    assert_one_cause(problems, "rollout engine 0")
+    if not job.world.healthy:  # stage 1's bytes came where stage 0's were expected, and gloo aborts on another size
+        assert backend == "gloo", "an engine that keeps both groups waits"
+        return
     (state,) = job.on_receivers("state")
     sending = set(re.findall(r"bucket 0\): .* over (?:transfer group )?'?(vime-pp_[01])", problems[0].text))
     assert sending | {state["group_name"]} == {"vime-pp_0", "vime-pp_1"}, (
