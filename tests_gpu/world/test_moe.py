@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -60,3 +61,22 @@ def border_tensors() -> list[torch.Tensor]:
     """One matrix of every expert of the first layer."""
     tensors = checkpoint_tensors(hf_config("qwen3_moe", num_layers=2))
     return [tensors[f"model.layers.0.mlp.experts.{expert}.down_proj.weight"].view(torch.int16) for expert in range(8)]
+
+
+def test_latent_attention_and_layers_that_predict_more_tokens(three_updates: ThreeUpdates) -> None:
+    """DeepSeek-V3: first layer dense, routed and shared experts, a router bias in float32 inside packed bf16 buckets, and an MTP
+    layer whose copy of the embedding on the last stage is not sent again. The engine has no draft model and drops MTP's names."""
+    job, reports = three_updates({"tp": 2, "pp": 2, "ep": 2}, "deepseek_v3", num_layers=3, num_nextn_predict_layers=1,
+                                 args={"vllm_weight_sync_packed": True})
+    assert [report.stages for report in reports] == [["vime-pp_0", "vime-pp_1"]] * 3
+    names = [name for event in job.story("send") for name in event["detail"].split()]
+    copies = ["model.embed_tokens.weight", "model.layers.3.embed_tokens.weight"]
+    assert [name for name in names if name.endswith("embed_tokens.weight")] == copies
+
+
+@pytest.mark.parametrize(("model", "shape"), [
+    ("qwen2_moe", {}), ("mixtral", {}), ("glm4_moe", {"num_nextn_predict_layers": 1}), ("deepseek_v3", {"q_lora_rank": None}),
+], ids=["qwen2_moe", "mixtral", "glm4_moe-mtp", "deepseek_v3-without-q-rank"])
+def test_other_families(three_updates: ThreeUpdates, model: str, shape: dict[str, Any]) -> None:
+    _, reports = three_updates({"tp": 2, "pp": 2, "ep": 2}, model, num_layers=2, **shape)
+    assert [report.stages for report in reports] == [["vime-pp_0", "vime-pp_1"]] * 3
