@@ -25,9 +25,9 @@ DEFAULT_CALL_S, DEFAULT_PHASE_S, DEFAULT_UPDATE_S = 120.0, 600.0, 1800.0
 class Timeouts:
     """Deadlines in seconds, nested: call < phase < phase + grace < update.
 
-    `call_s` bounds one RPC, one gather, one dial, one bucket, one lock; `phase_s` one phase of the update (for `send`: one
-    stage); `update_s` the whole. Whoever waits for others in a status barrier waits `phase_s + grace_s`: the rank that is
-    late raises first, cleans up inside the grace, and brings the cause with it.
+    `call_s` bounds one RPC, one dial, one bucket, one lock; `phase_s` one phase of the update (for `send`: one stage);
+    `update_s` the whole. Whoever waits for other trainer ranks, in a gather or a status barrier, waits `grace_s` longer than
+    the phase: the rank that is late raises first, cleans up inside the grace, and brings the cause with it.
     """
 
     call_s: float

@@ -161,11 +161,11 @@ def test_the_old_behaviour_never_ends_well(backend: str, checkpoints: Callable[.
     job = old_style_job(backend, checkpoints, start_job, SHORT)
     began = time.monotonic()
     problems = job.failures("update", Deadline.after(IN_TIME_S))
-    assert (time.monotonic() - began >= CALL_S) == (backend == "gloo_retain")
+    took_s = time.monotonic() - began
     assert_one_cause(problems, "rollout engine 0")
-    if not job.world.healthy:  # stage 1's bytes came where stage 0's were expected, and gloo aborts on another size
-        assert backend == "gloo", "an engine that keeps both groups waits"
+    if not job.world.healthy:  # one stage's bytes came where the other's were expected, and gloo aborts on another size
         return
+    assert (took_s >= CALL_S) == (backend == "gloo_retain"), f"{took_s:.1f} s"
     (state,) = job.on_receivers("state")
     sending = set(re.findall(r"bucket 0\): .* over (?:transfer group )?'?(vime-pp_[01])", problems[0].text))
     assert sending | {state["group_name"]} == {"vime-pp_0", "vime-pp_1"}, (
