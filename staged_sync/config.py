@@ -6,7 +6,7 @@ the caller can raise all of them (from all ranks) as one `ConfigurationError` be
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,12 +88,23 @@ def mode_problems(args: Any, quantization_config: Any) -> list[str]:
                         "set --megatron-to-hf-mode raw")
     elif mode != "raw":
         problems.append(f"megatron_to_hf_mode must be 'raw' (got {mode!r})")
-    if quantization_config:
-        method = quantization_config.get("quant_method") if isinstance(quantization_config, dict) else quantization_config
-        problems.append(f"quantization_config must be empty (got quant_method {method!r}): quantised rollout is not supported "
-                        f"yet; serve the engines in the checkpoint's own dtype")
-    return problems
+    return problems + (quantisation_problems(quantization_config) if quantization_config else [])
 
+
+def quantisation_problems(config: Any) -> list[str]:
+    """Why a `quantization_config` cannot be served, as sentences; empty if it can: FP8 with a scale per block."""
+    method = config.get("quant_method") if isinstance(config, Mapping) else config
+    if method != "fp8":
+        return [f"quantization_config must be fp8 with weight_block_size (got quant_method {method!r}): other quantised rollouts "
+                f"are not supported yet; serve the engines in the checkpoint's own dtype"]
+    block = config.get("weight_block_size")
+    fits = isinstance(block, (list, tuple)) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)
+    problems = [] if fits else [f"quantization_config.weight_block_size must be two positive ints, e.g. [128, 128] (got "
+                                f"{block!r}): FP8 with one scale per tensor is not supported"]
+    if config.get("activation_scheme", "dynamic") != "dynamic":
+        problems.append(f"quantization_config.activation_scheme must be 'dynamic' (got {config['activation_scheme']!r}): a "
+                        f"trainer knows no scales of activations")
+    return problems
 
 def engine_counts(args: Any, engines: Sequence[Any], counts: Sequence[int] | None) -> tuple[list[int], list[str]]:
     """Workers per engine (engine i starts at group rank `1 + sum(counts[:i])`), and what is wrong with them."""

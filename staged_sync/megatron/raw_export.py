@@ -18,6 +18,7 @@ from staged_sync.megatron.families.common import EMBEDDING, HEAD, Family, expert
 from staged_sync.megatron.gathering import Shards, gather_shards, join_shards, partition_of
 from staged_sync.megatron.inspection import Inspection
 from staged_sync.megatron.parameters import Located, locate, unwrap
+from staged_sync.megatron.quantise import FP8, SCALE_SUFFIX, quantise, read_block
 from staged_sync.megatron.signature import signature
 from staged_sync.megatron.sizes import Sizes, read_hf_config, read_sizes
 from staged_sync.megatron.units import Piece, RawUnit, units_of
@@ -54,6 +55,8 @@ class RawExporter:
         self._family = self._find_family(hf_config, model_name)
         self._sizes = self._read_sizes(args, hf_config)
         self.tied = self._read_tied(hf_config)
+        self._block, problems = read_block(hf_config)
+        self._setup_problems += problems
 
     # --- what the model is, once ------------------------------------------------------------------------------------
 
@@ -155,8 +158,17 @@ class RawExporter:
     def convert(self, unit: RawUnit, gathered: Sequence[Shards]) -> list[NamedTensor]:
         """HF names and full tensors, in the HF checkpoint's dtype. Views of the model where nothing was gathered."""
         named = [pair for piece, shards in zip(unit.pieces, gathered, strict=True) for pair in self._convert(piece, shards)]
-        return [(name, tensor.to(self._hf_tensors[name].dtype) if name in self._hf_tensors else tensor)
-                for name, tensor in named]
+        return [pair for name, tensor in named for pair in self._in_checkpoint_form(name, tensor)]
+
+    def _in_checkpoint_form(self, name: str, tensor: torch.Tensor) -> list[NamedTensor]:
+        """In the dtype that the HF checkpoint has; where that is FP8 with scales, quantised, and the scales next to it."""
+        wanted = self._hf_tensors.get(name)
+        if wanted is None:
+            return [(name, tensor)]
+        if wanted.dtype == FP8 and self._block is not None and tensor.dtype != FP8:
+            values, scales = quantise(tensor, self._block)
+            return [(name, values), (name + SCALE_SUFFIX, scales)]
+        return [(name, tensor.to(wanted.dtype))]
 
     def _convert(self, piece: Piece, shards: Shards) -> list[NamedTensor]:
         assert self._family is not None and self._sizes is not None

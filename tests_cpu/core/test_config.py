@@ -64,8 +64,8 @@ def test_wrong_counts_are_named(engines: list[Any], counts: Any, args: dict[str,
 
 
 def test_bridge_export_and_quantised_rollout_are_refused_with_what_to_do() -> None:
-    problems = mode_problems(SimpleNamespace(megatron_to_hf_mode="bridge"), {"quant_method": "fp8"})
+    problems = mode_problems(SimpleNamespace(megatron_to_hf_mode="bridge"), {"quant_method": "awq"})
     assert "set --megatron-to-hf-mode raw" in problems[0]
-    assert "got quant_method 'fp8'" in problems[1]
+    assert "got quant_method 'awq'" in problems[1]
     assert mode_problems(SimpleNamespace(megatron_to_hf_mode="raw"), None) == []
     assert mode_problems(SimpleNamespace(), {}) == []
