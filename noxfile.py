@@ -38,6 +38,14 @@ def cpu(session: nox.Session) -> None:
 
 
 @nox.session
+def explore(session: nox.Session) -> None:
+    """A longer exploration of the simulator: ten times as many drawn worlds, every fault in every layout (some 20 minutes)."""
+    _prepare(session, [TORCH], lambda: session.install(TORCH))
+    session.run("pytest", *_paths(session, "tests_cpu/sim"), "-n", "2", "--thorough", "--timeout", "1200", *session.posargs,
+                env=_single_threaded())
+
+
+@nox.session
 def gpu(session: nox.Session) -> None:
     """Real worlds: `-- --tp 1 --pp 2 --ep 1 --device auto|cuda|cpu --nccl-timeout N --model qwen3 --report FILE`."""
     device = _device(session)

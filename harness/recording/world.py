@@ -132,6 +132,10 @@ class RecordingWorld:
         key = (("tp", "etp", "ep").index(group), *members)
         return self._gathers.setdefault(key, Collective(self.kernel, name, members))
 
+    @property
+    def lost_a_gather_group(self) -> bool:
+        return any(group.absent for group in self._gathers.values())
+
     def control_group(self, generation: int) -> Collective:
         everybody = range(self.layout.world_size)
         return self._control.setdefault(generation, Collective(self.kernel, f"control{generation}", everybody))

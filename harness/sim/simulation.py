@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from harness.faults import Faults
 from harness.recording.job import RecordingJob
@@ -19,6 +19,7 @@ from harness.recording.kernel import Deadlock, Kernel, StepBound, Task
 from harness.recording.model import hf_metas
 from harness.recording.scheduler import round_robin
 from harness.recording.world import RunResult
+from harness.sim.faulty import Planted, aftermath, cannot_recover, recovery
 from harness.sim.invariants import Facts, violations
 from harness.sim.outcome import Findings, Outcome
 from harness.sim.scenario import Scenario, checkpoint_folder
@@ -74,6 +75,8 @@ class Simulation:
             self._connect()
         world.begin_era("explored")
         job.step = 1 + job.step % 3
+        if self.scenario.fault:
+            return self._run_fault(explorer, Planted.read(self.scenario.fault))
         with explored_by(explorer, world.kernel) as choices:
             found, result = attempt(self._body)
         explorer.over(not isinstance(found.stopped, StepBound))
@@ -81,6 +84,23 @@ class Simulation:
         outcome = self._judge(found, facts).outcome()
         self.spent = self.scenario.connects or outcome.kind != "well"
         return Run(outcome, tuple(choices.made), choices.steps, list(world.events), facts)
+
+    def _run_fault(self, explorer: Explorer, planted: Planted) -> Run:
+        """The update in which the fault strikes, and, where the trainer lives on, the next one."""
+        self.spent, world, job = True, self.job.world, self.job
+        planted.plant(self.faults)
+        facts = None
+        with explored_by(explorer, world.kernel) as choices:
+            found, result = attempt(job.update)
+            events = list(world.events)
+            if result is not None:
+                facts = facts_of(self.scenario, job, result)
+                found = aftermath(job, result, facts)
+                if found.outcome().kind == "well" and not cannot_recover(job, result):
+                    again, troubles = attempt(lambda: recovery(job, planted))
+                    found = replace(again, unplanned=troubles or [])
+        explorer.over(not isinstance(found.stopped, StepBound))
+        return Run(found.outcome(), tuple(choices.made), choices.steps, events, facts)
 
     def _connect(self) -> None:
         self.job.connect().check()
@@ -133,7 +153,10 @@ def update_events(events: Sequence[Event]) -> Sequence[Event]:
     return events[first:]
 
 
-def attempt(body: Callable[[], RunResult]) -> tuple[Findings, RunResult | None]:
+T = TypeVar("T")
+
+
+def attempt(body: Callable[[], T]) -> tuple[Findings, T | None]:
     """Run `body`; where it stops for good, that is a finding."""
     try:
         return Findings(), body()
