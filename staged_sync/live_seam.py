@@ -140,21 +140,6 @@ class LiveSeam:
 
 # --- references ---------------------------------------------------------------------------------------------------------
 
-class RayWork:
-    """A Ray object reference as work."""
-
-    def __init__(self, reference: Any) -> None:
-        self._reference = reference
-
-    def poll(self) -> bool:
-        import ray
-        return bool(ray.wait([self._reference], timeout=0)[0])
-
-    def result(self) -> Any:
-        import ray
-        return ray.get(self._reference, timeout=0)
-
-
 class FutureWork:
     """A `concurrent.futures.Future` as work."""
 
@@ -174,8 +159,8 @@ def as_work(reference: Any) -> Work[Any]:
         return reference
     if isinstance(reference, Future):
         return FutureWork(reference)
-    if type(reference).__module__.split(".")[0] == "ray":
-        return RayWork(reference)
+    if callable(getattr(reference, "future", None)):  # Ray: looking at a future costs nothing, asking Ray a round trip
+        return FutureWork(reference.future())
     raise TypeError(f"an engine handle's .remote() must return a Ray reference, a concurrent.futures.Future or an object with "
                     f"poll() and result(), got {type(reference).__name__}")
 
