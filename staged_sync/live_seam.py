@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import itertools
 import logging
 import tempfile
 import time
@@ -39,6 +40,7 @@ LOOK_S = 1.0
 """How often a rank that waits in a status barrier asks the store whether the barrier is lost."""
 
 _KEY = "staged-sync/control"
+_SEAMS = itertools.count()
 
 
 def _broken(generation: int) -> str:
@@ -53,9 +55,10 @@ class LiveSeam:
         self.backend: Literal["gloo", "nccl"] = "nccl" if device.type == "cuda" else "gloo"
         self._coordinates = _megatron_coordinates()
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        # The default store outlives any rank under torchrun (the agent hosts it).
-        self._store = dist.PrefixStore(_KEY, store if store is not None else dist.distributed_c10d._get_default_store())
-        self._peers: list[str] = []
+        # The default store outlives any rank under torchrun (the agent hosts it). Every seam has its own corner of it: a
+        # second updater in the same job must not find the first one's rendezvous. All ranks make theirs in the same order.
+        self._store = dist.PrefixStore(f"{_KEY}/{next(_SEAMS)}",
+                                       store if store is not None else dist.distributed_c10d._get_default_store())
 
     def coordinates(self) -> Coordinates:
         return self._coordinates
