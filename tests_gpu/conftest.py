@@ -160,6 +160,17 @@ def exact(request: pytest.FixtureRequest) -> Callable[[SyncReport], SyncReport]:
     return check
 
 
+def on_device(config: pytest.Config, topology: Topology) -> Topology:
+    """A test's own topology on the device that the command line asks for."""
+    return msgspec.structs.replace(topology, device=choose(config.option.device, topology.world_size).name)
+
+
+@pytest.fixture
+def own_deadline(request: pytest.FixtureRequest) -> Deadline:
+    """As `deadline`, for tests that choose their world themselves."""
+    return Deadline.after(_limit_s(request.node))
+
+
 @pytest.fixture
 def three_updates(request: pytest.FixtureRequest, worlds: WorldPool, checkpoints: Checkpoints,
                   exact: Callable[[SyncReport], SyncReport]) -> ThreeUpdates:
@@ -167,8 +178,7 @@ def three_updates(request: pytest.FixtureRequest, worlds: WorldPool, checkpoints
     three steps' weights, each exact; the job and their reports."""
     def updates(sizes: dict[str, int], family: str, *, build: dict[str, Any] | None = None, args: dict[str, Any] | None = None,
                 **shape: Any) -> tuple[SyncJob, list[SyncReport]]:
-        topology = Topology(engines=1, **sizes)
-        topology = msgspec.structs.replace(topology, device=choose(request.config.option.device, topology.world_size).name)
+        topology = on_device(request.config, Topology(engines=1, **sizes))
         steps = [checkpoints(family, step, **shape) for step in (0, 1, 2)]
         job = SyncJob(worlds.get(topology), steps[0], Deadline.after(_limit_s(request.node)), build=build,
                       scenario=request.node.name.removeprefix("test_").replace("_", " "),

@@ -151,6 +151,12 @@ def state(context: RankContext) -> dict[str, Any]:
     return info
 
 
+def dtypes(context: RankContext, *, ending: str) -> dict[str, str]:
+    """In which dtype the engine keeps the parameters whose names end so."""
+    (mine,) = read_back(_receiver(context).llm)
+    return {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in mine.tensors.items() if name.endswith(ending)}
+
+
 def generate(context: RankContext) -> dict[str, Any]:
     """What the engine says now."""
     return msgspec.to_builtins(_generate(_receiver(context).llm))

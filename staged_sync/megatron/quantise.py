@@ -1,8 +1,10 @@
 """FP8 with a scale per block, as the checkpoints of DeepSeek-V3 and Qwen3-FP8 hold their weights.
 
 A quantised weight is two HF tensors: `name` in float8_e4m3fn and `name_scale_inv` in float32, one entry per block of, say, 128
-rows and 128 columns; blocks at the lower and right edge may be smaller. A weight is `name * name_scale_inv` of its block. The engine
-needs both at once, so they are one unit. Quantised once, on the source, from the full tensor: blocks do not end where shards do.
+rows and 128 columns; blocks at the lower and right edge may be smaller. A weight is `name * name_scale_inv` of its block. The
+engine needs both at once, so they are one unit. Quantised once, on the source, from the full tensor: blocks do not end where
+shards do.
+
 Which tensors are quantised is what the checkpoint's header says: those that it holds in float8_e4m3fn.
 """
 

@@ -38,8 +38,8 @@ def stream(stages: list[Stage]) -> dict[str, bytes]:
             for stage in stages for name, tensor in stage.tensors}
 
 
-def test_the_same_stream_whatever_the_layout_and_the_bucket_size(tmp_path: Path) -> None:
-    """B135: tp, pp, ep, etp and containers change who holds what, never what is sent."""
+def test_b135_the_same_stream_whatever_the_layout_and_the_bucket_size(tmp_path: Path) -> None:
+    """tp, pp, ep, etp and containers change who holds what, never what is sent."""
     layouts = [world(MOE), world(MOE, ep=2, dp=2), EP4, world(MOE, tp=2, pp=2, ep=2), world(MOE, ep=2, etp=2, dp=4),
                world(MOE, tp=2, etp=2, container="grouped"), world(MOE, tp=4, ep=2, container="te", names="te")]
     hf = checkpoint_tensors(MOE)
@@ -52,7 +52,7 @@ def test_the_same_stream_whatever_the_layout_and_the_bucket_size(tmp_path: Path)
 
 @pytest.mark.parametrize("container", ["sequential", "te", "grouped"])
 @pytest.mark.parametrize("etp", [1, 2])
-def test_every_container_of_megatron_is_exported(tmp_path: Path, container: Container, etp: int) -> None:
+def test_b132_every_container_is_exported_with_and_without_attributes(tmp_path: Path, container: Container, etp: int) -> None:
     at = world(MOE, ep=2, etp=etp, dp=2 * etp, container=container)
     assert differences(export_world(tmp_path, at), checkpoint_tensors(MOE)) == []
 
@@ -103,8 +103,8 @@ def test_experts_that_do_not_divide_are_refused(tmp_path: Path) -> None:
         tmp_path, at)[0]
 
 
-def test_an_expert_shard_that_is_not_the_configured_shape_is_refused(tmp_path: Path) -> None:
-    """B132: without attributes, only the configuration knows that this is a shard of something else."""
+def test_b132_an_expert_shard_that_is_not_the_configured_shape_is_refused(tmp_path: Path) -> None:
+    """Without attributes, only the configuration knows that this is a shard of something else."""
     def change(model: nn.Module) -> None:
         linear = model.decoder.layers.get_submodule("0").mlp.experts.linear_fc1
         linear.weight0 = nn.Parameter(linear.weight0[:10].clone())
