@@ -78,7 +78,7 @@ def test_expert_and_expert_tensor_groups_in_the_wrong_order_are_seen(tmp_path: P
     assert set(wrong_bytes(*range(8), parts=("up_proj", "down_proj"))) <= set(found)
 
 
-def test_expert_halves_that_are_concatenated_plainly_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_b127_expert_halves_that_are_concatenated_plainly_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def find(model_type: str | None) -> Any:
         family, plain = find_family(model_type), replace(GATED, interleaved=1)
         return replace(family, rules=tuple(replace(rule, layout=plain) if rule.layout is GATED and rule.part == "expert" else rule
