@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, Self
 
@@ -86,14 +86,15 @@ class ScheduleFailed(AssertionError):
         super().__init__(failure.text())
 
 
-def explore(scenario: Simulable, explorer: Explorer, *, schedules: int, stop_at_first: bool = False) -> Exploration:
-    """Run up to `schedules` schedules."""
+def explore(scenario: Simulable, explorer: Explorer, *, schedules: int, stop_at_first: bool = False,
+            until: Callable[[Failure], bool] = lambda failure: False) -> Exploration:
+    """Run up to `schedules` schedules; fewer where one fails and `stop_at_first`, or where a failure is what `until` wants."""
     result = Exploration(explorer.name)
     began = time.process_time()
     simulated: Simulated | None = None
     try:
         with quietly():
-            while result.schedules < schedules and not (stop_at_first and result.failures) and explorer.next():
+            while result.schedules < schedules and not _stops(result, stop_at_first, until) and explorer.next():
                 if simulated is None or simulated.spent:
                     simulated = _fresh(scenario, simulated)
                 _add(result, scenario, explorer, simulated.run(explorer))
@@ -156,6 +157,10 @@ def shrink(failure: Failure, *, tries: int = 200) -> Failure:
 
 def _ends_alike(failure: Failure, choices: Sequence[int], patient: bool) -> bool:
     return run_once(failure.scenario, Replaying(choices, patient)).outcome.summary == failure.outcome.summary
+
+
+def _stops(result: Exploration, stop_at_first: bool, until: Callable[[Failure], bool]) -> bool:
+    return bool(result.failures) and (stop_at_first or until(result.failures[-1]))
 
 
 def _fresh(scenario: Simulable, old: Simulated | None) -> Simulated:

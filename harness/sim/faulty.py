@@ -1,7 +1,7 @@
 """One planted fault, an update that must fail well, and the next one, which must be exact.
 
-A fault is written as `engine1 raises update_weights_from_distributed#2` (its third call), `engine0 silent finish_weight_update#0`,
-`engine1 dies start_weight_update#0`, `rank0 raises send#1` (its second `send` event) or `rank3 dies barrier.done#4`.
+A fault is written as `engine1 raises update_weights_from_distributed#2` (its third call), `engine1 dies flush_cache#0`,
+`engine0 silent finish_weight_update#0`, `rank0 raises send#1` (its second `send` event) or `rank3 dies barrier.done#4`.
 """
 
 from __future__ import annotations

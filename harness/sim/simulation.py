@@ -25,6 +25,7 @@ from harness.sim.outcome import Findings, Outcome
 from harness.sim.scenario import Scenario, checkpoint_folder
 from harness.sim.schedule import Choices, in_turn
 from harness.sim.schedulers.base import Explorer
+from harness.sim.streams import Device
 from staged_sync.trace import Event
 
 MAX_STEPS = 60_000
@@ -55,6 +56,9 @@ class Simulation:
         self._mutant = ExitStack()
         self._mutant.enter_context(scenario.applied())
         self.job = make_job(scenario, self.faults)
+        world = self.job.world
+        if scenario.sends == "streams":
+            world.devices.update({rank: Device(world.kernel, rank) for rank in range(world.layout.world_size)})
         self.connected = False
         self.job.world.kernel.stall_is_deadlock = not scenario.fault
 
