@@ -75,10 +75,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`topology` and `family` follow the command line."""
+    """`topology` and `family` follow the command line; a test marked `needs` runs only in worlds that have what it is about."""
     options = metafunc.config.option
     if "topology" in metafunc.fixturenames:
+        least = next((mark.kwargs for mark in metafunc.definition.iter_markers("needs")), {})
         matrix = ((options.tp or 1, options.pp or 1),) if _names_a_topology(metafunc.config) else DEFAULT_MATRIX
+        matrix = tuple((tp, pp) for tp, pp in matrix if tp >= least.get("tp", 1) and pp >= least.get("pp", 1))
         metafunc.parametrize("topology", matrix, ids=[f"tp{tp}-pp{pp}" for tp, pp in matrix], indirect=True, scope="session")
     if "family" in metafunc.fixturenames:
         metafunc.parametrize("family", options.model or FAMILIES)

@@ -16,7 +16,7 @@ from harness.world.job import SyncJob, SyncReport
 from harness.world.wire import Problem, Topology
 from harness.world.world import World, WorldHung
 
-pytestmark = pytest.mark.beyond_main_job
+pytestmark = [pytest.mark.beyond_main_job, pytest.mark.needs(pp=2)]
 
 Job = Callable[..., SyncJob]
 Exact = Callable[[SyncReport], SyncReport]
@@ -30,12 +30,6 @@ AT_ONCE_S = 5.0
 
 IN_TIME_S = PHASE_S + GRACE_S + 5.0
 """For failures that only a deadline can notice: a status barrier's, and the five seconds that rule 8 allows."""
-
-
-@pytest.fixture(autouse=True)
-def several_stages(topology: Topology) -> None:
-    if topology.pp < 2:
-        pytest.skip("one pipeline stage has none of these; give --pp 2")
 
 
 @pytest.fixture
@@ -90,10 +84,9 @@ def test_every_source_is_heard_in_every_bucket(stage: int, bucket: int, job: Syn
     assert_recovers(job, checkpoints("qwen3", 1), exact)
 
 
+@pytest.mark.needs(tp=2, pp=2)
 def test_a_gather_peer_that_raises_joins_the_gather_all_the_same(job: SyncJob, topology: Topology,
                                                                  checkpoints: Callable[..., str], exact: Exact) -> None:
-    if topology.tp < 2:
-        pytest.skip("gather peers need tensor parallel ranks; give --tp 2")
     peer = source_of(topology, 1) + 1
     job.plant(peer, "fail_at", rank=peer, event="gather", stage=1, nth=1)
     assert_one_cause(job.failures("update", Deadline.after(AT_ONCE_S)), f"rank {peer} (phase send, stage 1): InjectedFailure")
