@@ -139,7 +139,7 @@ class RawExporter:
         assert rule is not None
         expected = [self._sizes.dimensions()[name] for name in rule.shape]
         partition = partition_of(entry.parameter, rule.layout, rule.part, self._seam.coordinates(), expected)
-        return Piece(entry.name, entry.parameter, rule, partition, entry.is_buffer)
+        return Piece(entry.name, entry.parameter, rule, partition)
 
     def _sent_elsewhere(self, name: str, stage: int) -> bool:
         """Copies of the embedding that Megatron keeps on later stages (a tied head, MTP): the first stage sends it."""
@@ -179,8 +179,6 @@ class RawExporter:
             if local is not None and self._sizes.num_moe_experts is not None:
                 expert = global_number(local, ep_rank, at, self._sizes.num_moe_experts)
             named += self._family.to_hf(piece.name, join_shards(mine, piece.partition), self._sizes, expert=expert)
-        if piece.is_buffer and self._hf_tensors:  # Megatron keeps buffers that a checkpoint may not know
-            named = [(name, tensor) for name, tensor in named if name in self._hf_tensors]
         return self._with_copies(named)
 
     def _with_copies(self, named: list[NamedTensor]) -> list[NamedTensor]:

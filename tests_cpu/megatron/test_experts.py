@@ -12,6 +12,7 @@ from torch import nn
 
 from harness.checkpoints import checkpoint_tensors, hf_config
 from harness.cutting import Container
+from staged_sync.completeness import coverage_problems
 from staged_sync.errors import GatherError
 from staged_sync.megatron import gathering
 from tests_cpu.megatron.fakes import (
@@ -176,11 +177,20 @@ def test_a_router_bias_stays_float32_among_bfloat16_weights(tmp_path: Path) -> N
     assert bias.bfloat16().float().ne(bias).any(), "these values would survive a cast"
 
 
-def test_a_buffer_that_the_checkpoint_does_not_name_is_not_sent(tmp_path: Path) -> None:
+def test_a_router_bias_that_the_checkpoint_does_not_name_is_an_error(tmp_path: Path) -> None:
+    """The engine would route without it, and nobody would know."""
     hf = checkpoint_tensors(BIASED)
     named = {name: meta for name, meta in header(hf).items() if not name.endswith("correction_bias")}
     stage = export_stage(tmp_path, hf, world(BIASED), 0, named)
-    assert {name for name, _ in stage.tensors} == set(named)
+    assert coverage_problems([stage.described], named) == [
+        "extra: stage 0 sends model.layers.1.mlp.gate.e_score_correction_bias [8] float32, not in the checkpoint"]
+
+
+def test_a_router_bias_in_a_family_without_one_is_refused(tmp_path: Path) -> None:
+    at = replace(world(MOE), fields={"moe_router_enable_expert_bias": True})
+    assert problems(tmp_path, at) == [
+        "the model's config has moe_router_enable_expert_bias=True, but this family's weights are laid out for "
+        "moe_router_enable_expert_bias=False; exporting them would be silently wrong"]
 
 
 def test_a_bias_that_a_cast_of_the_module_has_rounded_is_refused(tmp_path: Path) -> None:
