@@ -83,11 +83,8 @@ def mode_problems(args: Any, quantization_config: Any) -> list[str]:
     """What this version cannot do, said before anything is tried."""
     problems = []
     mode = getattr(args, "megatron_to_hf_mode", "raw")
-    if mode == "bridge":
-        problems.append("megatron_to_hf_mode must be 'raw' (got 'bridge'): bridge export is not supported yet; "
-                        "set --megatron-to-hf-mode raw")
-    elif mode != "raw":
-        problems.append(f"megatron_to_hf_mode must be 'raw' (got {mode!r})")
+    if mode not in ("raw", "bridge"):
+        problems.append(f"megatron_to_hf_mode must be 'raw' or 'bridge' (got {mode!r})")
     if quantization_config:
         method = quantization_config.get("quant_method") if isinstance(quantization_config, dict) else quantization_config
         problems.append(f"quantization_config must be empty (got quant_method {method!r}): quantised rollout is not supported "

@@ -79,7 +79,7 @@ class Scenario:
         return [EngineOptions(workers=workers, fixed_buffer_bytes=self.packed_buffer_bytes, **RECEIVERS[self.receiver])
                 for workers in self.engines]  # type: ignore[arg-type]
 
-    def simulate(self) -> "Simulation":
+    def simulate(self) -> Simulation:
         from harness.sim.simulation import Simulation  # which needs scenarios
         return Simulation(self)
 

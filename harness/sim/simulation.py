@@ -18,7 +18,7 @@ from harness.recording.job import RecordingJob
 from harness.recording.kernel import Deadlock, Kernel, StepBound, Task
 from harness.recording.model import hf_metas
 from harness.recording.scheduler import round_robin
-from harness.recording.world import RecordingWorld, RunResult
+from harness.recording.world import RunResult
 from harness.sim.invariants import Facts, violations
 from harness.sim.outcome import Findings, Outcome
 from harness.sim.scenario import Scenario, checkpoint_folder

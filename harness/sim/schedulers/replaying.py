@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from harness.recording.kernel import Task
-from harness.sim.schedulers.base import Sampler
 from harness.sim.schedule import encode
+from harness.sim.schedulers.base import Sampler
 
 
 class Replaying(Sampler):
