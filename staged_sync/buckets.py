@@ -45,8 +45,9 @@ class Pace:
         self._bytes = 0
 
     def turns(self, size: int) -> bool:
-        """Count the next item; True where it no longer fits into the bucket so far, and begins the next one."""
-        turned = self._bytes > 0 and self._bytes + size > self._limit_bytes
+        """Count the next item; True where it no longer fits into the bucket so far, and begins the next one. The end of the
+        export, which has no bytes, begins none."""
+        turned = self._bytes > 0 and size > 0 and self._bytes + size > self._limit_bytes
         self._bytes = size if turned else self._bytes + size
         self.turn += turned
         return turned

@@ -34,6 +34,8 @@ def why_absent(step: Barrier | None, error: RanksAbsent, link: Connection) -> st
     of ours can end its wait."""
     if step is None or step.stage is None or step.reports or link.exporter.passes != ("stage",) or link.keeps_its_group:
         return ""
+    if "did not come" not in str(error):
+        return ""  # a rank that left by itself says why
     if not error.absent or any(link.topology.coordinates[rank].pp != step.stage for rank in error.absent):
         return ""
     return f". Where they stand in the export, the {WRONG_CONTRACT}"

@@ -5,7 +5,7 @@ A report is `owner/repository#number`; an entry without a number is public code 
 
 from __future__ import annotations
 
-from harness.mutants import failing, staging
+from harness.mutants import bridging, failing, staging
 from harness.mutants.mutant import Mutant
 
 _ORDER_PP1 = "tests_cpu.recording.test_call_order_pp1"
@@ -15,6 +15,10 @@ _INPUT = "tests_cpu.recording.test_bad_input"
 _ENGINE = "tests_cpu.recording.test_engine_faults"
 _RANK = "tests_cpu.recording.test_rank_faults"
 _WAITS = "tests_cpu.recording.test_waits_and_agreement"
+_ORDER_BRIDGE = "tests_cpu.recording.test_call_order_bridge"
+_BRIDGE = "tests_cpu.recording.test_bridge_faults"
+_STAGE_LOCAL = f"{_ORDER_BRIDGE}:test_stage_local_stages_take_turns_and_inactive_ones_join_one_barrier_and_do_not_export"
+_COLLECTIVE = f"{_ORDER_BRIDGE}:test_pipeline_collective_all_ranks_iterate_once_and_stage_0_sends"
 
 ZOO: tuple[Mutant, ...] = (
     Mutant("no deferral", 1, ("vllm-project/vime#329", "THUDM/slime#2331"), staging.no_deferral,
@@ -67,6 +71,21 @@ ZOO: tuple[Mutant, ...] = (
            {"method": "init_weights_update_group", "nth": 1, "reply": None, "layout": {"pp": 2}}),
     Mutant("lock without a deadline", 11, ("THUDM/slime, lock polled for ever",), failing.lock_without_deadline,
            f"{_WAITS}:test_a_lock_that_somebody_else_holds_is_given_up_at_the_deadline", "polls without waiting"),
+    Mutant("two barriers after a bridge export", 4, ("vllm-project/vime, _send_weights of inactive bridge stages",),
+           bridging.two_barriers, _STAGE_LOCAL, "(status barrier 'stage 1 exported'): RanksAbsent"),
+    Mutant("an inactive stage exports", 5, ("vllm-project/vime, _send_weights of inactive bridge stages",),
+           bridging.inactive_stages_export, _STAGE_LOCAL, "the story differs"),
+    Mutant("a stage leaves the export early", 5, ("NVIDIA-NeMo/Megatron-Bridge, broadcast_from_pp_rank",),
+           bridging.stage_leaves_early, _COLLECTIVE, "rank 1 did not come within 60 s"),
+    Mutant("every stage sends the export", 6, ("vllm-project/vime, _is_pp_src_rank with a bridge",), bridging.every_stage_sends,
+           _COLLECTIVE, "duplicate: hf.s0.dense0 is sent 2 times, by stages [0, 1]"),
+    Mutant("nobody waits for the source", 11, ("huggingface/trl#7103", "huggingface/trl#7131"),
+           bridging.nobody_waits_for_the_source, f"{_BRIDGE}:test_no_rank_runs_ahead_of_a_slow_source",
+           "rank 1 is at item 4 while bucket 0 is sent"),
+    Mutant("views of a reused buffer are sent", 13, ("NVIDIA-NeMo/RL#3545", "modelscope/ms-swift#9060"), bridging.views_are_kept,
+           f"{_ORDER_BRIDGE}:test_pipeline_collective_three_updates_keep_one_group", "hf.s0.dense0: other bytes than step 1"),
+    Mutant("an export is not drained", 8, ("huggingface/trl#6765 (review)",), bridging.not_drained,
+           f"{_BRIDGE}:test_a_source_that_cannot_convert_goes_on_iterating_and_sends_nothing", "took 60.0 s of 0 s"),
 )
 
 

@@ -29,32 +29,30 @@ Reach = Literal["pp", "tp"]
 
 
 class StubBridge(BridgeExporter):
-    """Yields all of `table` (with reach `pp`), or this rank's stage of it, each tensor after its collectives.
+    """Yields all of `table`, each tensor after its collectives; only this rank's stage of it if it is declared and stage-local.
 
     `declared`: the contract it declares, whether or not it is the one it has. `before(step, name)` is called on this rank ahead of
-    `yield` (outside of any collective) and `convert`: a test raises from it. `names` changes what is yielded.
+    `yield` (outside of any collective) and `convert`: a test raises from it. `change` changes what is yielded.
     """
 
     def __init__(self, context: RankContext, table: Table, *, declared: Contract, reach: Sequence[Reach] = ("pp", "tp"),
                  step: Callable[[], int] = lambda: 1, folder: str = "", group_timeout_s: float = GROUP_TIMEOUT_S) -> None:
         metas = hf_metas(table)
-        super().__init__(make_args(folder), [], MarkedExport("the stub bridge", declared, self._begin), seam=context.seam,
-                         hf_tensors=metas)
-        self.names: Callable[[list[TensorMeta]], list[TensorMeta]] = lambda metas: metas
+        mine = hf_metas([table[context.coordinates.pp]])
+        names = None if declared == "pipeline_collective" else lambda: mine
+        super().__init__(make_args(folder), [], MarkedExport("the stub bridge", declared, self._begin, names),
+                         seam=context.seam, hf_tensors=metas)
+        self.change: Callable[[list[TensorMeta]], list[TensorMeta]] = lambda metas: metas
         self.before: Callable[[str, str], None] = lambda step, name: None
         self._context = context
-        self._metas = list(metas.values() if "pp" in reach else hf_metas([table[context.coordinates.pp]]).values())
+        self._metas = list((mine if declared == "stage_local" and "pp" not in reach else metas).values())
         self._groups = [context.world.gather_group(context.rank, group) for group in reach]
         self._step = step
         self._timeout_s = group_timeout_s
-        self.announced = self._metas
 
     def follow(self, trace: Trace) -> None:
         """Write into the trace of the updater that drives it."""
         self._trace = trace
-
-    def describe(self) -> list[TensorMeta]:
-        return self.announced
 
     def convert(self, unit: object, gathered: object) -> list[NamedTensor]:
         self.before("convert", unit.label)  # type: ignore[attr-defined]
@@ -62,7 +60,7 @@ class StubBridge(BridgeExporter):
 
     def _begin(self) -> Iterator[NamedTensor]:
         buffer = torch.empty(max(meta.nbytes for meta in self._metas), dtype=torch.uint8)
-        for meta in self.names(list(self._metas)):
+        for meta in self.change(list(self._metas)):
             self.before("yield", meta.name)
             for collective in self._groups:
                 if len(collective.members) > 1:

@@ -34,12 +34,14 @@ class MarkedExport:
     `begin()` starts one export and returns its iterator. Every rank that iterates must be given the same names and shapes in
     the same order. A tensor may be strided, on another device, wider than the checkpoint's, or a view of a buffer that the
     next item overwrites. `contract`: `stage_local` if the ranks of one pipeline stage can iterate it to its end alone,
-    `pipeline_collective` if every rank must iterate. `reads_model`: whether it reads the model's own parameters.
+    `pipeline_collective` if every rank must iterate. `names()`: the HF names that this rank's stage will yield, where a stage
+    exports alone: nobody else knows them before. `reads_model`: whether it reads the model's own parameters.
     """
 
     name: str
     contract: Contract
     begin: Callable[[], Iterable[tuple[Any, ...]]]
+    names: Callable[[], Iterable[str]] | None = None
     reads_model: bool = True
 
 
@@ -71,8 +73,8 @@ class Step:
 class BridgeExporter:
     """Drives a `MarkedExport` (`staged_sync.exporter.Exporter`). `hf_tensors` is the header of the HF checkpoint.
 
-    What is announced at connect is the checkpoint's index, since a bridge cannot say what it will yield before it yields it;
-    names, shapes and dtypes are checked one by one as they come, and the whole per update.
+    What is announced at connect is the checkpoint's index (a stage's names of it, where stages export alone), since a bridge
+    cannot say what it will yield before it yields it; names, shapes and dtypes are checked as they come, and the whole per update.
 
     Memory: each tensor is copied once, into the bucket that is being filled. Ranks that do not send keep nothing.
     """
@@ -100,11 +102,20 @@ class BridgeExporter:
         if empty and self._export.reads_model:
             problems.append(f"parameters without storage (offloaded?): {', '.join(empty[:5])} ({len(empty)} in all). Load the "
                             f"model back to the device before weights are synchronised")
+        if self._export.names is None and self.contract == "stage_local" and self._seam.coordinates().pp_size > 1:
+            problems.append(f"{self._export.name} is declared stage_local, so it must say which HF names this stage will yield "
+                            f"(MarkedExport.names), or nobody could tell at connect whether every tensor is sent")
         return problems
 
     def describe(self) -> list[TensorMeta]:
-        """The HF checkpoint's own index, without what the trainer does not have (the family's rule)."""
-        return [meta for meta in self._hf_tensors.values() if not self.optional(meta.name) or self._is_tied_head(meta.name)]
+        """What the HF checkpoint says about the stage's names; or all of it, without what the trainer does not have."""
+        if self._export.names is None:
+            return [meta for meta in self._hf_tensors.values() if not self.optional(meta.name) or self._is_tied_head(meta.name)]
+        names = list(self._export.names())
+        if unknown := [name for name in names if name not in self._hf_tensors]:
+            raise CompletenessError(f"{self._export.name} will yield {', '.join(unknown[:5])} ({len(unknown)} in all), which the "
+                                    f"HF checkpoint does not name")
+        return [self._hf_tensors[name] for name in names]
 
     def gathers(self, part: Part) -> list[str]:
         """Which bridge: ranks that iterate different ones would hang."""
