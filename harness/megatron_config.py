@@ -83,7 +83,7 @@ def _mixture(hf: Mapping[str, Any]) -> dict[str, Any]:
         "moe_ffn_hidden_size": ffn,
         "moe_router_topk": hf["num_experts_per_tok"],
         "moe_layer_freq": [int(has_experts(hf, layer)) for layer in range(hf["num_hidden_layers"])],
-        "moe_token_dispatcher_type": "alltoall",
+        "moe_token_dispatcher_type": "allgather",
         "moe_router_load_balancing_type": "none",
         "moe_router_pre_softmax": not hf.get("norm_topk_prob", True),
         "moe_shared_expert_intermediate_size": shared,

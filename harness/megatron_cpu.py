@@ -72,7 +72,8 @@ class _Stream:
 
     def synchronize(self) -> None: ...
 
-    def record_event(self, event: Any = None) -> Any: ...
+    def record_event(self, event: Any = None) -> Any:
+        return self
 
 
 def _cpu() -> torch.device:

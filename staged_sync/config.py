@@ -6,7 +6,7 @@ the caller can raise all of them (from all ranks) as one `ConfigurationError` be
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,9 +25,9 @@ DEFAULT_CALL_S, DEFAULT_PHASE_S, DEFAULT_UPDATE_S = 120.0, 600.0, 1800.0
 class Timeouts:
     """Deadlines in seconds, nested: call < phase < phase + grace < update.
 
-    `call_s` bounds one RPC, one gather, one dial, one bucket, one lock; `phase_s` one phase of the update (for `send`: one
-    stage); `update_s` the whole. Whoever waits for others in a status barrier waits `phase_s + grace_s`: the rank that is
-    late raises first, cleans up inside the grace, and brings the cause with it.
+    `call_s` bounds one RPC, one dial, one bucket, one lock; `phase_s` one phase of the update (for `send`: one stage);
+    `update_s` the whole. Whoever waits for other trainer ranks, in a gather or a status barrier, waits `grace_s` longer than
+    the phase: the rank that is late raises first, cleans up inside the grace, and brings the cause with it.
     """
 
     call_s: float
@@ -85,12 +85,26 @@ def mode_problems(args: Any, quantization_config: Any) -> list[str]:
     mode = getattr(args, "megatron_to_hf_mode", "raw")
     if mode not in ("raw", "bridge"):
         problems.append(f"megatron_to_hf_mode must be 'raw' or 'bridge' (got {mode!r})")
-    if quantization_config:
-        method = quantization_config.get("quant_method") if isinstance(quantization_config, dict) else quantization_config
-        problems.append(f"quantization_config must be empty (got quant_method {method!r}): quantised rollout is not supported "
-                        f"yet; serve the engines in the checkpoint's own dtype")
-    return problems
+    if mode == "bridge" and quantization_config:
+        problems.append("megatron_to_hf_mode must be 'raw' for a quantised rollout (got 'bridge'): what a bridge yields is not "
+                        "quantised yet; set --megatron-to-hf-mode raw")
+    return problems + (quantisation_problems(quantization_config) if quantization_config else [])
 
+
+def quantisation_problems(config: Any) -> list[str]:
+    """Why a `quantization_config` cannot be served, as sentences; empty if it can: FP8 with a scale per block."""
+    method = config.get("quant_method") if isinstance(config, Mapping) else config
+    if method != "fp8":
+        return [f"quantization_config must be fp8 with weight_block_size (got quant_method {method!r}): other quantised rollouts "
+                f"are not supported yet; serve the engines in the checkpoint's own dtype"]
+    block = config.get("weight_block_size")
+    fits = isinstance(block, (list, tuple)) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)
+    problems = [] if fits else [f"quantization_config.weight_block_size must be two positive ints, e.g. [128, 128] (got "
+                                f"{block!r}): FP8 with one scale per tensor is not supported"]
+    if config.get("activation_scheme", "dynamic") != "dynamic":
+        problems.append(f"quantization_config.activation_scheme must be 'dynamic' (got {config['activation_scheme']!r}): a "
+                        f"trainer knows no scales of activations")
+    return problems
 
 def engine_counts(args: Any, engines: Sequence[Any], counts: Sequence[int] | None) -> tuple[list[int], list[str]]:
     """Workers per engine (engine i starts at group rank `1 + sum(counts[:i])`), and what is wrong with them."""

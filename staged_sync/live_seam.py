@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import itertools
 import logging
 import tempfile
 import time
@@ -39,6 +40,7 @@ LOOK_S = 1.0
 """How often a rank that waits in a status barrier asks the store whether the barrier is lost."""
 
 _KEY = "staged-sync/control"
+_SEAMS = itertools.count()
 
 
 def _broken(generation: int) -> str:
@@ -53,9 +55,10 @@ class LiveSeam:
         self.backend: Literal["gloo", "nccl"] = "nccl" if device.type == "cuda" else "gloo"
         self._coordinates = _megatron_coordinates()
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        # The default store outlives any rank under torchrun (the agent hosts it).
-        self._store = dist.PrefixStore(_KEY, store if store is not None else dist.distributed_c10d._get_default_store())
-        self._peers: list[str] = []
+        # The default store outlives any rank under torchrun (the agent hosts it). Every seam has its own corner of it: a
+        # second updater in the same job must not find the first one's rendezvous. All ranks make theirs in the same order.
+        self._store = dist.PrefixStore(f"{_KEY}/{next(_SEAMS)}",
+                                       store if store is not None else dist.distributed_c10d._get_default_store())
 
     def coordinates(self) -> Coordinates:
         return self._coordinates
@@ -140,21 +143,6 @@ class LiveSeam:
 
 # --- references ---------------------------------------------------------------------------------------------------------
 
-class RayWork:
-    """A Ray object reference as work."""
-
-    def __init__(self, reference: Any) -> None:
-        self._reference = reference
-
-    def poll(self) -> bool:
-        import ray
-        return bool(ray.wait([self._reference], timeout=0)[0])
-
-    def result(self) -> Any:
-        import ray
-        return ray.get(self._reference, timeout=0)
-
-
 class FutureWork:
     """A `concurrent.futures.Future` as work."""
 
@@ -174,8 +162,8 @@ def as_work(reference: Any) -> Work[Any]:
         return reference
     if isinstance(reference, Future):
         return FutureWork(reference)
-    if type(reference).__module__.split(".")[0] == "ray":
-        return RayWork(reference)
+    if callable(getattr(reference, "future", None)):  # Ray: looking at a future costs nothing, asking Ray a round trip
+        return FutureWork(reference.future())
     raise TypeError(f"an engine handle's .remote() must return a Ray reference, a concurrent.futures.Future or an object with "
                     f"poll() and result(), got {type(reference).__name__}")
 

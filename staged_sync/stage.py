@@ -18,16 +18,18 @@ from staged_sync.rank import FirstFailure, Rank
 
 
 class Stage:
-    """This rank's share in sending `stage`. `call_deadline` gives the deadline of one call inside the running phase;
-    `keep_pace(turn)` waits until all ranks stand before the same bucket, and raises where one has failed."""
+    """This rank's share in sending `stage`. `call_deadline` gives the deadline of one call inside the running phase,
+    `phase_left_s` what is left of the phase; `keep_pace(turn)` waits until all ranks stand before the same bucket, and raises
+    where one has failed."""
 
-    def __init__(self, number: int, rank: Rank, link: Connection, failure: FirstFailure,
-                 call_deadline: Callable[[], Deadline], keep_pace: Callable[[int], None]) -> None:
+    def __init__(self, number: int, rank: Rank, link: Connection, failure: FirstFailure, call_deadline: Callable[[], Deadline],
+                 phase_left_s: Callable[[], float], keep_pace: Callable[[int], None]) -> None:
         self.number = number
         self._rank = rank
         self._link = link
         self._failure = failure
         self._call_deadline = call_deadline
+        self._phase_left_s = phase_left_s
         self._keep_pace = keep_pace
         self._record = SentRecord(number, link.announced[number])
         self._bucket = 0
@@ -109,18 +111,21 @@ class Stage:
         """Gather one unit. A failure before the collective was entered is kept, and the collective is joined all the same."""
         gather = self._link.exporter.gather
         try:
-            return gather(unit, timeout_s=self._left_s())
+            return gather(unit, timeout_s=self._gather_timeout_s())
         except GatherError:
             raise
         except Exception as error:
             self._failure.keep(error)
         try:
-            return gather(unit, timeout_s=self._left_s())
+            return gather(unit, timeout_s=self._gather_timeout_s())
         except Exception as error:
             raise GatherError(f"{unit.label}: cannot join the gather that its peers are in: {error}") from error
 
-    def _left_s(self) -> float:
-        return self._call_deadline().left_s(self._rank.seam.now())
+    def _gather_timeout_s(self) -> float:
+        """Peers wait here while the source sends a bucket, and a source whose phase is over still has to drain: whoever gave
+        up before would leave the group out of step for good. Half the grace, so that a gather that is lost is still told at
+        the status barrier."""
+        return self._phase_left_s() + self._rank.settings.timeouts.grace_s / 2
 
     def _send_bucket(self, bucket: list[NamedTensor]) -> None:
         if not bucket:

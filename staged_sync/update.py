@@ -46,7 +46,8 @@ class Update:
         self._phase_deadline = self._update_deadline
         self._phase: tuple[str, int | None] = ("", None)
         stage = rank.seam.coordinates().pp
-        self._stage = Stage(stage, rank, link, self._failure, self._call_deadline, self._keep_pace)
+        self._stage = Stage(stage, rank, link, self._failure, self._call_deadline,
+                            lambda: self._phase_deadline.left_s(rank.seam.now()), self._keep_pace)
         self._is_source = rank.number == link.topology.sources[stage]
         self.reports: list[StageReport] = []
 

@@ -57,9 +57,11 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Every world test has a deadline, and pytest-timeout's is outside it: the report must have time to be made. Where the
-    command line names a topology, tests that bring their own do not run."""
+    command line names a topology, tests that bring their own do not run; where it names the main job's (one tensor parallel
+    rank), what goes beyond the main job waits for a larger one, so that the first look takes a minute."""
     if _names_a_topology(config):
-        own = [item for item in items if item.get_closest_marker("own_world")]
+        left_out = {"own_world"} | ({"beyond_main_job"} if (config.option.tp or 1) == 1 else set())
+        own = [item for item in items if left_out & {marker.name for marker in item.iter_markers()}]
         config.hook.pytest_deselected(items=own)
         items[:] = [item for item in items if item not in own]
     for item in items:
@@ -73,10 +75,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`topology` and `family` follow the command line."""
+    """`topology` and `family` follow the command line; a test marked `needs` runs only in worlds that have what it is about."""
     options = metafunc.config.option
     if "topology" in metafunc.fixturenames:
+        least = next((mark.kwargs for mark in metafunc.definition.iter_markers("needs")), {})
         matrix = ((options.tp or 1, options.pp or 1),) if _names_a_topology(metafunc.config) else DEFAULT_MATRIX
+        matrix = tuple((tp, pp) for tp, pp in matrix if tp >= least.get("tp", 1) and pp >= least.get("pp", 1))
         metafunc.parametrize("topology", matrix, ids=[f"tp{tp}-pp{pp}" for tp, pp in matrix], indirect=True, scope="session")
     if "family" in metafunc.fixturenames:
         metafunc.parametrize("family", options.model or FAMILIES)
@@ -158,6 +162,17 @@ def exact(request: pytest.FixtureRequest) -> Callable[[SyncReport], SyncReport]:
     return check
 
 
+def on_device(config: pytest.Config, topology: Topology) -> Topology:
+    """A test's own topology on the device that the command line asks for."""
+    return msgspec.structs.replace(topology, device=choose(config.option.device, topology.world_size).name)
+
+
+@pytest.fixture
+def own_deadline(request: pytest.FixtureRequest) -> Deadline:
+    """As `deadline`, for tests that choose their world themselves."""
+    return Deadline.after(_limit_s(request.node))
+
+
 @pytest.fixture
 def three_updates(request: pytest.FixtureRequest, worlds: WorldPool, checkpoints: Checkpoints,
                   exact: Callable[[SyncReport], SyncReport]) -> ThreeUpdates:
@@ -165,8 +180,7 @@ def three_updates(request: pytest.FixtureRequest, worlds: WorldPool, checkpoints
     three steps' weights, each exact; the job and their reports."""
     def updates(sizes: dict[str, int], family: str, *, build: dict[str, Any] | None = None, args: dict[str, Any] | None = None,
                 **shape: Any) -> tuple[SyncJob, list[SyncReport]]:
-        topology = Topology(engines=1, **sizes)
-        topology = msgspec.structs.replace(topology, device=choose(request.config.option.device, topology.world_size).name)
+        topology = on_device(request.config, Topology(engines=1, **sizes))
         steps = [checkpoints(family, step, **shape) for step in (0, 1, 2)]
         job = SyncJob(worlds.get(topology), steps[0], Deadline.after(_limit_s(request.node)), build=build,
                       scenario=request.node.name.removeprefix("test_").replace("_", " "),

@@ -16,6 +16,7 @@ from staged_sync.seam import Seam
 from staged_sync.session import Session
 from staged_sync.stage import Stage
 from staged_sync.trace import Trace
+from staged_sync.waiting import Pending
 
 
 def lock_kept() -> AbstractContextManager[Any]:
@@ -91,3 +92,8 @@ def lock_without_deadline() -> AbstractContextManager[Any]:
     def lock_held(seam: Seam, trace: Trace, lock: Any, deadline: Any, *, grace_s: float) -> Any:
         return real(seam, trace, lock, replace(deadline, at_s=1e12), grace_s=grace_s)
     return patch.object(transfer_group, "lock_held", lock_held)
+
+
+def replies_not_looked_at() -> AbstractContextManager[Any]:
+    """An engine that answers False is taken to have done what it was asked."""
+    return patch.object(Pending, "value", lambda self: self.work.result())

@@ -18,7 +18,8 @@ from staged_sync.waiting import call_engine, wait_all
 Steps = tuple[Step, ...]
 
 
-def _changed_plan(change: Callable[[Steps], Steps]) -> AbstractContextManager[Any]:
+def changed_plan(change: Callable[[Steps], Steps]) -> AbstractContextManager[Any]:
+    """Every update follows `change(plan)`."""
     real = connect.plan_update
     return patch.object(connect, "plan_update", lambda *args, **kwargs: change(real(*args, **kwargs)))
 
@@ -32,17 +33,17 @@ def _opened_first(steps: Steps) -> Steps:
 
 def old_behaviour() -> AbstractContextManager[Any]:
     """As before staged sync: every stage's source opens its own group at once, and keeps it."""
-    return _changed_plan(lambda steps: _opened_first(tuple(step for step in steps if not isinstance(step, Close))))
+    return changed_plan(lambda steps: _opened_first(tuple(step for step in steps if not isinstance(step, Close))))
 
 
 def no_deferral() -> AbstractContextManager[Any]:
     """Every stage's source opens its group at once, before the first stage has sent."""
-    return _changed_plan(_opened_first)
+    return changed_plan(_opened_first)
 
 
 def group_not_closed() -> AbstractContextManager[Any]:
     """A source leaves its group open at the end of its turn."""
-    return _changed_plan(lambda steps: tuple(step for step in steps if not isinstance(step, Close)))
+    return changed_plan(lambda steps: tuple(step for step in steps if not isinstance(step, Close)))
 
 
 def inactive_rank_skips_a_barrier() -> AbstractContextManager[Any]:

@@ -31,8 +31,8 @@ Reach = Literal["pp", "tp"]
 class StubBridge(BridgeExporter):
     """Yields all of `table`, each tensor after its collectives; only this rank's stage of it if it is declared and stage-local.
 
-    `declared`: the contract it declares, whether or not it is the one it has. `before(step, name)` is called on this rank ahead of
-    `yield` (outside of any collective) and `convert`: a test raises from it. `change` changes what is yielded.
+    `declared`: the contract it declares, whether or not it is the one it has. `before(step, name)` is called on this rank ahead
+    of `yield` (outside of any collective) and `convert`: a test raises from it. `change` changes what is yielded.
     """
 
     def __init__(self, context: RankContext, table: Table, *, declared: Contract, reach: Sequence[Reach] = ("pp", "tp"),

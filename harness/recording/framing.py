@@ -31,13 +31,17 @@ def chunks(sizes: Sequence[int], wire: Wire) -> list[list[int]]:
 
 def frames(tensors: Sequence[torch.Tensor], wire: Wire) -> list[torch.Tensor]:
     """The bytes of each broadcast. Unpacked frames are the sender's own memory, read when a worker takes them."""
+    refuse_strided(tensors)
+    parts = [as_bytes(tensor) for tensor in tensors]
+    plan = chunks([part.numel() for part in parts], wire)
+    return [parts[c[0]] if not wire.packed else torch.cat([parts[i] for i in c]) for c in plan]
+
+
+def refuse_strided(tensors: Sequence[torch.Tensor]) -> None:
     for i, tensor in enumerate(tensors):
         if not tensor.is_contiguous():
             raise TransportError(f"tensor {i} of {len(tensors)} in this send is not contiguous (strides {tensor.stride()}): "
                                  f"gloo would ship wrong bytes")
-    parts = [as_bytes(tensor) for tensor in tensors]
-    plan = chunks([part.numel() for part in parts], wire)
-    return [parts[c[0]] if not wire.packed else torch.cat([parts[i] for i in c]) for c in plan]
 
 
 def specs(tensors: Sequence[torch.Tensor], wire: Wire) -> list[Specs]:

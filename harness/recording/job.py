@@ -16,6 +16,7 @@ from harness.recording.kernel import MAX_STEPS
 from harness.recording.model import Table, differences, hf_metas, small_table, write_checkpoint
 from harness.recording.scheduler import Scheduler, round_robin
 from harness.recording.world import RankContext, RecordingWorld, RunResult
+from staged_sync.config import Timeouts, read_settings
 from staged_sync.exporter import Exporter
 from staged_sync.update_weight import UpdateWeightFromDistributed
 
@@ -66,6 +67,11 @@ class RecordingJob:
     def counts(self) -> list[int]:
         """Workers per engine."""
         return [len(engine.workers) for engine in self.world.engines]
+
+    @property
+    def timeouts(self) -> Timeouts:
+        """The deadlines that the args ask for."""
+        return read_settings(self.args)[0].timeouts
 
     def connect(self, *, handles: list[Any] | None = None, lock: Any = None, counts: list[int] | None = None,
                 **placement: Any) -> RunResult:

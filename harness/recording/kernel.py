@@ -21,10 +21,12 @@ MAX_STEPS = 1_000_000
 
 
 class Deadlock(AssertionError):
-    """Nobody can run. `table` says who waits for what. `bounded`: a deadline would end some wait, with an error."""
+    """Nobody can run. `table` says who waits for what, `waits` the same in short. `bounded`: a deadline would end some wait,
+    with an error."""
 
-    def __init__(self, table: str, *, bounded: bool = False) -> None:
+    def __init__(self, table: str, *, bounded: bool = False, waits: Sequence[str] = ()) -> None:
         self.table = table
+        self.waits = tuple(sorted(waits))
         why = "only a deadline would end this" if bounded else "no deadline is pending"
         super().__init__(f"deadlock: nobody can run and {why}\n{table}")
 
@@ -204,7 +206,8 @@ class Kernel:
         first = min(pending, key=lambda t: t.deadline_s, default=None)
         sleeps = first is not None and first.waiting is not None and first.waiting.for_time
         if first is None or (self.stall_is_deadlock and not sleeps):
-            raise Deadlock(table, bounded=first is not None)
+            raise Deadlock(table, bounded=first is not None, waits=[
+                f"{t.name} in {t.waiting.operation} {t.waiting.group}".rstrip() for t in self.blocked() if t.waiting is not None])
         if not self.stalls or self.stalls[-1] != table:
             self.stalls.append(table)
         self.now_s = first.deadline_s

@@ -16,7 +16,7 @@ from staged_sync.errors import DeadlineExceeded, GatherError, RanksAbsent, Trans
 from staged_sync.seam import Coordinates, GatherGroup, Listener, Wire, Work
 
 if TYPE_CHECKING:
-    from harness.recording.world import RecordingWorld
+    from harness.recording.world import RecordingWorld, SendsLater
 
 
 class RecordingSeam:
@@ -26,6 +26,10 @@ class RecordingSeam:
         self._world = world
         self._kernel = world.kernel
         self._rank = rank
+
+    @property
+    def device(self) -> SendsLater | None:
+        return self._world.devices.get(self._rank)
 
     # --- who am I -------------------------------------------------------------------------------------------------
     def coordinates(self) -> Coordinates:
@@ -122,7 +126,7 @@ class DialWork:
 
     def result(self) -> RecordedTransferGroup:
         if self._channel.complete:
-            return RecordedTransferGroup(self._seam, self._channel)
+            return RecordedTransferGroup(self._channel, self._seam.device)
         self._channel.leave(0)
         raise DeadlineExceeded(f"transfer group {self._channel.name}: {self._channel.absent()} did not join in time")
 
@@ -161,18 +165,22 @@ class SendWork:
 class RecordedTransferGroup:
     """The source's end of one transfer group."""
 
-    def __init__(self, seam: RecordingSeam, channel: Channel) -> None:
-        self._seam = seam
+    def __init__(self, channel: Channel, device: SendsLater | None = None) -> None:
         self._channel = channel
+        self._device = device
 
-    def send(self, tensors: Sequence[torch.Tensor]) -> SendWork:
+    def send(self, tensors: Sequence[torch.Tensor]) -> Work[None]:
         if not self._channel.live:
             raise TransportError(f"transfer group {self._channel.name} is closed: it cannot move bytes")
         self._channel.kernel.give_way()
+        if self._device is not None:
+            return self._device.send(self._channel, tensors)
         wire = self._channel.wire
         return SendWork(self._channel, self._channel.post(frames(tensors, wire), specs(tensors, wire)))
 
-    def synchronize(self) -> SendWork:
+    def synchronize(self) -> Work[None]:
+        if self._device is not None:
+            return self._device.synchronize(self._channel)
         return SendWork(self._channel, len(self._channel.frames))
 
     def close(self, *, timeout_s: float) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal, Protocol, Self
+
+import torch
 
 from harness.faults import Faults, InjectedFailure
 from harness.recording.engines import EngineOptions, StubEngine
@@ -13,14 +15,22 @@ from harness.recording.groups import Collective
 from harness.recording.kernel import MAX_STEPS, Kernel, Task
 from harness.recording.lock import StubLock
 from harness.recording.log import EventLog
-from harness.recording.network import Network
+from harness.recording.network import Channel, Network
 from harness.recording.scheduler import Scheduler, round_robin
 from harness.recording.seam import RecordingSeam
 from harness.recording.table import wait_table
 from harness.recording.topology import Layout
 from staged_sync.exporter import TensorMeta
-from staged_sync.seam import Coordinates, GatherGroup
+from staged_sync.seam import Coordinates, GatherGroup, Work
 from staged_sync.trace import Event, Trace
+
+
+class SendsLater(Protocol):
+    """A device that takes a broadcast into its queue and reads the tensors when it gets to it."""
+
+    def send(self, channel: Channel, tensors: Sequence[torch.Tensor]) -> Work[None]: ...
+
+    def synchronize(self, channel: Channel) -> Work[None]: ...
 
 
 @dataclass(frozen=True)
@@ -74,6 +84,8 @@ class RecordingWorld:
         self.kernel.note = self._note
         self.network = Network(self.kernel)
         self.broken_control: dict[int, str] = {}
+        self.devices: dict[int, SendsLater] = {}
+        """Ranks whose sends go through the queue of a device (harness/sim/streams.py); the others' are rendezvous."""
         self._control: dict[int, Collective] = {}
         self._gathers: dict[tuple[int, ...], Collective] = {}
         self._model = model or {}
@@ -131,6 +143,10 @@ class RecordingWorld:
         name = f"{group}[{','.join(map(str, members))}]"
         key = (("tp", "etp", "ep", "pp").index(group), *members)
         return self._gathers.setdefault(key, Collective(self.kernel, name, members))
+
+    @property
+    def lost_a_gather_group(self) -> bool:
+        return any(group.absent for group in self._gathers.values())
 
     def control_group(self, generation: int) -> Collective:
         everybody = range(self.layout.world_size)

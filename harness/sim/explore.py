@@ -75,9 +75,9 @@ class Exploration:
         return self
 
     def text(self) -> str:
-        search = "complete" if self.complete else "not complete"
-        each = f"{1e3 * self.seconds / self.schedules:.2f} ms and {self.steps / self.schedules:.0f} steps each" if self.schedules else ""
-        return f"{self.explorer}: {self.schedules} schedules, {each}, search {search}; {dict(self.outcomes)}"
+        search, count = "complete" if self.complete else "not complete", max(1, self.schedules)
+        return (f"{self.explorer}: {self.schedules} schedules, {1e3 * self.seconds / count:.2f} ms CPU and "
+                f"{self.steps / count:.0f} steps each, search {search}; {dict(self.outcomes)}")
 
 
 class ScheduleFailed(AssertionError):
@@ -86,14 +86,15 @@ class ScheduleFailed(AssertionError):
         super().__init__(failure.text())
 
 
-def explore(scenario: Simulable, explorer: Explorer, *, schedules: int, stop_at_first: bool = False) -> Exploration:
-    """Run up to `schedules` schedules."""
+def explore(scenario: Simulable, explorer: Explorer, *, schedules: int, stop_at_first: bool = False,
+            until: Callable[[Failure], bool] = lambda failure: False) -> Exploration:
+    """Run up to `schedules` schedules; fewer where one fails and `stop_at_first`, or where a failure is what `until` wants."""
     result = Exploration(explorer.name)
     began = time.process_time()
     simulated: Simulated | None = None
     try:
         with quietly():
-            while result.schedules < schedules and not (stop_at_first and result.failures) and explorer.next():
+            while result.schedules < schedules and not _stops(result, stop_at_first, until) and explorer.next():
                 if simulated is None or simulated.spent:
                     simulated = _fresh(scenario, simulated)
                 _add(result, scenario, explorer, simulated.run(explorer))
@@ -156,6 +157,10 @@ def shrink(failure: Failure, *, tries: int = 200) -> Failure:
 
 def _ends_alike(failure: Failure, choices: Sequence[int], patient: bool) -> bool:
     return run_once(failure.scenario, Replaying(choices, patient)).outcome.summary == failure.outcome.summary
+
+
+def _stops(result: Exploration, stop_at_first: bool, until: Callable[[Failure], bool]) -> bool:
+    return bool(result.failures) and (stop_at_first or until(result.failures[-1]))
 
 
 def _fresh(scenario: Simulable, old: Simulated | None) -> Simulated:

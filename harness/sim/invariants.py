@@ -100,7 +100,8 @@ def one_session(trace: Trace) -> Iterator[Violation]:
             times = [at for at, detail in done if detail == method]
             if len(times) > 1 or (trace.facts.went_well and len(times) != 1):
                 yield Violation(2, times[-1] if times else -1, f"{name} does {method} {len(times)} times in one update")
-        begin, end = (next((at for at, detail in done if detail == m), None) for m in ("start_weight_update", "finish_weight_update"))
+        begin = next((at for at, detail in done if detail == "start_weight_update"), None)
+        end = next((at for at, detail in done if detail == "finish_weight_update"), None)
         for at, event in trace.of("receive"):
             if event.actor.startswith(f"{name}/") and (begin is None or at < begin or (end is not None and at > end)):
                 yield Violation(2, at, f"{event.actor} receives {event.detail} outside the session")
@@ -140,7 +141,8 @@ def barrier_symmetry(trace: Trace) -> Iterator[Violation]:
                 break
         else:
             if trace.facts.went_well and len(labels) != len(first):
-                yield Violation(4, labels[-1][0] if labels else -1, f"rank {rank} meets {len(labels)} times, rank 0 {len(first)} times")
+                yield Violation(4, labels[-1][0] if labels else -1,
+                                f"rank {rank} meets {len(labels)} times, rank 0 {len(first)} times")
 
 
 _SOURCES_ONLY = ("listen", "open", "send", "synchronize", "close", "state")
@@ -149,6 +151,7 @@ _SOURCES_ONLY = ("listen", "open", "send", "synchronize", "close", "state")
 def inactive_ranks_touch_nothing(trace: Trace) -> Iterator[Violation]:
     ranks = trace.facts.layout.ranks
     sources = {c.pp: c for c in ranks if c.dp == 0 and c.tp == 0}
+    sources_of_all = {c.rank for c in sources.values()}
     for at, event in trace.of("gather"):
         if event.rank is None or event.stage is None:
             continue
@@ -157,7 +160,7 @@ def inactive_ranks_touch_nothing(trace: Trace) -> Iterator[Violation]:
         if not needed:
             yield Violation(5, at, f"rank {event.rank} gathers for stage {event.stage}, which does not need it")
     for at, event in trace.of(*_SOURCES_ONLY):
-        if event.event == "state" and event.stage is None and event.rank in {c.rank for c in sources.values()}:
+        if event.event in ("state", "close", "close.done") and event.stage is None and event.rank in sources_of_all:
             continue  # given back in `finally`, outside of any stage
         if event.stage is None or event.rank != sources[event.stage].rank:
             yield Violation(5, at, f"{event.actor} is not the source of stage {event.stage} and does '{event.text()}'")
@@ -267,7 +270,7 @@ def local_state(trace: Trace) -> Iterator[Violation]:
     for at, event in trace.of("state"):
         named[event.actor] = (at, event.detail)
     for actor, (at, detail) in named.items():
-        if detail != "group_name=None" and trace.facts.layout.pp > 1:
+        if detail != "group_name=None" and trace.facts.layout.pp > 1 and actor not in {f"rank{r}" for r in trace.facts.died}:
             yield Violation(14, at, f"{actor} keeps {detail} after the update")
 
 

@@ -29,13 +29,16 @@ _NUMBERS = re.compile(r" \(after event .*\)| at event \d+")
 
 @dataclass(frozen=True)
 class Outcome:
-    """`text` is for people; `summary`, its first line, is the same for all schedules that fail alike."""
+    """`text` is for people; `summary` is the same for all schedules that fail alike: who waits where, or the first line."""
 
     kind: Kind
     text: str = ""
+    waits: tuple[str, ...] = ()
 
     @property
     def summary(self) -> str:
+        if self.waits:
+            return f"{self.kind}: {', '.join(self.waits)}"
         return f"{self.kind}: {_NUMBERS.sub('', self.text.splitlines()[0])}" if self.text else self.kind
 
 
@@ -55,7 +58,10 @@ class Findings:
         """The kind that explains most, and below it everything else that was seen."""
         kind, first = self._first()
         rest = [line for line in self._all() if line not in first]
-        return Outcome(kind, "\n".join([first, *(f"also: {line}" for line in rest)])) if kind != "well" else Outcome("well")
+        if kind == "well":
+            return Outcome("well")
+        waits = self.stopped.waits if isinstance(self.stopped, Deadlock) else ()
+        return Outcome(kind, "\n".join([first, *(f"also: {line}" for line in rest)]), waits)
 
     def _first(self) -> tuple[Kind, str]:
         mismatches = [text.removeprefix("mismatch: ") for text in self.noted if text.startswith("mismatch: ")]

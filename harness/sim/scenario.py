@@ -1,4 +1,4 @@
-"""What is simulated, as one value: a layout, engines, a model as a table, and what is wrong with it. Its `repr` makes it again."""
+"""What is simulated, as one value: a layout, engines, a model as a table, what is wrong with it. Its `repr` makes it again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 
@@ -16,6 +16,9 @@ from harness.recording.engines import EngineOptions
 from harness.recording.model import StubUnit, Table, hf_metas, write_checkpoint
 from harness.recording.topology import Layout
 from staged_sync.exporter import Part, TensorMeta
+
+if TYPE_CHECKING:
+    from harness.sim.simulation import Simulation
 
 Receiver: TypeAlias = Literal["vllm", "stock vllm", "stock vllm 0.27", "vime", "named groups"]
 """
@@ -29,7 +32,7 @@ named groups     SGLang-like: one group per name, no session
 Sends: TypeAlias = Literal["rendezvous", "streams"]
 """rendezvous: a frame is read as a worker takes it. streams: a device reads it when it gets to it; the order is a choice."""
 
-RECEIVERS: dict[Receiver, dict[str, object]] = {
+RECEIVERS: dict[Receiver, dict[str, Any]] = {
     "vllm": {}, "stock vllm": {"retain_replaced": True},
     "stock vllm 0.27": {"retain_replaced": True, "packed_in": "update"},
     "vime": {"retain_replaced": True, "packed_in": "update", "plain_vime": True},
@@ -77,7 +80,7 @@ class Scenario:
 
     def engine_options(self) -> list[EngineOptions]:
         return [EngineOptions(workers=workers, fixed_buffer_bytes=self.packed_buffer_bytes, **RECEIVERS[self.receiver])
-                for workers in self.engines]  # type: ignore[arg-type]
+                for workers in self.engines]
 
     def simulate(self) -> Simulation:
         from harness.sim.simulation import Simulation  # which needs scenarios
@@ -96,8 +99,9 @@ class Scenario:
 @lru_cache(maxsize=512)
 def make_table(stages: tuple[tuple[int, int], ...], vpp: int) -> Table:
     """Units of one tensor each, shapes all different, in the order of the stage's virtual chunks."""
-    return tuple(tuple(_unit(stage, vpp, part, i, count) for part, count in (("dense", dense), ("expert", expert))
-                       for i in range(count)) for stage, (dense, expert) in enumerate(stages))
+    return tuple((*(_unit(stage, vpp, "dense", i, dense) for i in range(dense)),
+                  *(_unit(stage, vpp, "expert", i, expert) for i in range(expert)))
+                 for stage, (dense, expert) in enumerate(stages))
 
 
 def _unit(stage: int, vpp: int, part: Part, i: int, count: int) -> StubUnit:

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from harness.faults import Faults
 from harness.recording.job import RecordingJob
@@ -19,11 +19,13 @@ from harness.recording.kernel import Deadlock, Kernel, StepBound, Task
 from harness.recording.model import hf_metas
 from harness.recording.scheduler import round_robin
 from harness.recording.world import RunResult
+from harness.sim.faulty import Planted, aftermath, cannot_recover, recovery
 from harness.sim.invariants import Facts, violations
 from harness.sim.outcome import Findings, Outcome
 from harness.sim.scenario import Scenario, checkpoint_folder
 from harness.sim.schedule import Choices, in_turn
 from harness.sim.schedulers.base import Explorer
+from harness.sim.streams import Device
 from staged_sync.trace import Event
 
 MAX_STEPS = 60_000
@@ -40,6 +42,8 @@ class Run:
     choices: Choices
     steps: int
     events: Sequence[Event]
+    facts: Facts | None = None
+    """None where it did not come to its end, and of plays."""
 
 
 class Simulation:
@@ -52,6 +56,9 @@ class Simulation:
         self._mutant = ExitStack()
         self._mutant.enter_context(scenario.applied())
         self.job = make_job(scenario, self.faults)
+        world = self.job.world
+        if scenario.sends == "streams":
+            world.devices.update({rank: Device(world.kernel, rank) for rank in range(world.layout.world_size)})
         self.connected = False
         self.job.world.kernel.stall_is_deadlock = not scenario.fault
 
@@ -72,13 +79,32 @@ class Simulation:
             self._connect()
         world.begin_era("explored")
         job.step = 1 + job.step % 3
+        if self.scenario.fault:
+            return self._run_fault(explorer, Planted.read(self.scenario.fault))
         with explored_by(explorer, world.kernel) as choices:
             found, result = attempt(self._body)
         explorer.over(not isinstance(found.stopped, StepBound))
-        found = self._judge(found, result)
-        outcome = found.outcome()
+        facts = None if result is None else facts_of(self.scenario, self.job, result)
+        outcome = self._judge(found, facts).outcome()
         self.spent = self.scenario.connects or outcome.kind != "well"
-        return Run(outcome, tuple(choices.made), choices.steps, list(world.events))
+        return Run(outcome, tuple(choices.made), choices.steps, list(world.events), facts)
+
+    def _run_fault(self, explorer: Explorer, planted: Planted) -> Run:
+        """The update in which the fault strikes, and, where the trainer lives on, the next one."""
+        self.spent, world, job = True, self.job.world, self.job
+        planted.plant(self.faults)
+        facts = None
+        with explored_by(explorer, world.kernel) as choices:
+            found, result = attempt(job.update)
+            events = list(world.events)
+            if result is not None:
+                facts = facts_of(self.scenario, job, result)
+                found = aftermath(job, result, facts)
+                if found.outcome().kind == "well" and not cannot_recover(job, result):
+                    again, troubles = attempt(lambda: recovery(job, planted))
+                    found = replace(again, unplanned=troubles or [])
+        explorer.over(not isinstance(found.stopped, StepBound))
+        return Run(found.outcome(), tuple(choices.made), choices.steps, events, facts)
 
     def _connect(self) -> None:
         self.job.connect().check()
@@ -90,14 +116,12 @@ class Simulation:
         connect = self.job.connect()
         return self.job.update() if not connect.errors else connect
 
-    def _judge(self, found: Findings, result: RunResult | None) -> Findings:
+    def _judge(self, found: Findings, facts: Facts | None) -> Findings:
         world = self.job.world
         noted = tuple(world.violations)
-        if result is None:
+        if facts is None:
             return replace(found, noted=noted)
-        connects = self.scenario.connects
-        facts = facts_of(self.scenario, self.job, result)
-        events = [e for e in world.events if e.phase != "connect"] if connects else world.events
+        events = update_events(world.events) if self.scenario.connects else world.events
         raised = [f"rank {rank}: {text}" for rank, text in facts.raised.items()]
         kept = 1 if self.scenario.pp == 1 else 0
         leaked = [f"transfer group {channel.name} of rank {channel.source} is still open after the update"
@@ -107,9 +131,9 @@ class Simulation:
 
 def make_job(scenario: Scenario, faults: Faults) -> RecordingJob:
     table = scenario.table
-    args: dict[str, Any] = {**SHORT, "update_weight_buffer_size": scenario.bucket_bytes, "vllm_weight_sync_packed": scenario.packed,
-                            "update_weight_packed_buffer_size": scenario.packed_buffer_bytes,
-                            "update_weight_report_folder": "no such folder"}
+    args: dict[str, Any] = {
+        **SHORT, "update_weight_buffer_size": scenario.bucket_bytes, "vllm_weight_sync_packed": scenario.packed,
+        "update_weight_packed_buffer_size": scenario.packed_buffer_bytes, "update_weight_report_folder": "no such folder"}
     folder = checkpoint_folder(scenario.stages or ((1, 0),) * scenario.pp, scenario.vpp)
     return RecordingJob(table=table, engines=scenario.engine_options(), args=args, faults=faults, folder=folder,
                         max_steps=MAX_STEPS, tp=scenario.tp, pp=scenario.pp, dp=scenario.dp, cp=scenario.cp, ep=scenario.ep,
@@ -127,7 +151,16 @@ def facts_of(scenario: Scenario, job: RecordingJob, result: RunResult) -> Facts:
         publishes=not job.world.engines[0].options.plain_vime)
 
 
-def attempt(body: Callable[[], RunResult]) -> tuple[Findings, RunResult | None]:
+def update_events(events: Sequence[Event]) -> Sequence[Event]:
+    """Without connect: from the first event of the update on."""
+    first = next((i for i, event in enumerate(events) if event.phase == "pause"), len(events))
+    return events[first:]
+
+
+T = TypeVar("T")
+
+
+def attempt(body: Callable[[], T]) -> tuple[Findings, T | None]:
     """Run `body`; where it stops for good, that is a finding."""
     try:
         return Findings(), body()

@@ -20,12 +20,14 @@ import tempfile
 from datetime import timedelta
 from pathlib import Path
 
+import msgspec
 import torch.distributed as dist
 
 from harness.checkpoints import make_checkpoint
+from harness.model_shapes import ARCHITECTURES
 from harness.report import one_line, print_summary
 from harness.world.deadline import Deadline
-from harness.world.devices import choose
+from harness.world.devices import choose, replicas
 from harness.world.files import WorldFiles
 from harness.world.job import SyncJob, SyncReport
 from harness.world.pool import RECEIVER_MODULES, TRAINER_MODULES
@@ -41,11 +43,11 @@ _MEET_WITHIN_S = 120.0
 def main() -> None:
     options = _options()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    needed = options.tp * options.pp + options.engines
-    device = choose(options.device, needed)
-    topology = Topology(tp=options.tp, pp=options.pp, engines=options.engines, device=device.name)
-    if world_size != needed:
-        sys.exit(f"--nproc-per-node must be tp·pp + engines = {needed} for {topology.text()} (got {world_size})")
+    topology = Topology(tp=options.tp, pp=options.pp, dp=replicas(options.tp, options.ep), ep=options.ep, engines=options.engines)
+    device = choose(options.device, topology.world_size)
+    topology = msgspec.structs.replace(topology, device=device.name)
+    if world_size != topology.world_size:
+        sys.exit(f"--nproc-per-node must be {topology.world_size} for {topology.text()} (got {world_size})")
     for module in TRAINER_MODULES if rank < topology.trainers else RECEIVER_MODULES:
         importlib.import_module(module)
     files = _meet(rank, topology)
@@ -61,8 +63,9 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--pp", type=int, default=2)
+    parser.add_argument("--ep", type=int, default=1, help="expert parallel size; data parallel ranks come with it as needed")
     parser.add_argument("--engines", type=int, default=1)
-    parser.add_argument("--model", choices=("qwen3", "qwen2", "llama"), default="qwen3")
+    parser.add_argument("--model", choices=sorted(ARCHITECTURES), default="qwen3")
     parser.add_argument("--tied", action="store_true", help="one matrix for embedding and output layer")
     parser.add_argument("--packed", action="store_true", help="vLLM's packed wire format")
     parser.add_argument("--bucket-bytes", type=int, default=1 << 18)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import torch
@@ -73,7 +74,7 @@ class Arrivals:
         self.before("receive")
         if self.stopped:
             return
-        self.groups.append(group.terms.name)
+        self.groups.append("" if group is None else group.terms.name)
         self.tensors += [(name, tensor.clone()) for name, tensor in tensors]
 
     def forget(self) -> None:
@@ -90,23 +91,51 @@ class Receiver:
     arrivals: Arrivals
 
 
-def prepare(context: RankContext, *, checkpoint: str, backend: str = "gloo") -> dict[str, Any]:
-    """A fresh engine under test, behind remote calls; what trainer ranks need to reach it."""
+def prepare(context: RankContext, *, checkpoint: str, backend: str | None = None) -> dict[str, Any]:
+    """A fresh engine under test, behind remote calls; what trainer ranks need to reach it. `backend`: its weight-transfer
+    back end, by default the device's own (NCCL on GPUs, gloo on CPUs)."""
     _prepare_process(context)
+    backend = backend or ("nccl" if context.topology.device == "cuda" else "gloo")
     from staged_sync.engines.in_process import InProcessEngine
-    from staged_sync.vllm.gloo_engine import GlooWeightTransferEngine
 
     home = config_only_copy(checkpoint, context.files.directory / f"config{context.engine}")
     llm = _llm(context, home, load_format="dummy", backend=backend)
     before = partial(planted.at_call, context)
     arrivals = Arrivals(before)
-    GlooWeightTransferEngine.on_receive[:] = [arrivals.on_receive]
+    _record_arrivals(arrivals, backend)
     engine = InProcessEngine(llm)
     context.state["receiver"] = Receiver(llm, engine, arrivals)
     target = Target(f"engine {context.engine}", context.serve(engine, before), os.getpid(), list(public_methods(engine)))
     assert context.server is not None
     context.server.group = lambda: engine.get_weight_transfer_info()["group_name"] or ""
     return msgspec.to_builtins(target)
+
+
+def _record_arrivals(arrivals: Arrivals, backend: str) -> None:
+    """Let `arrivals` see what the back end is about to load. Ours has a hook; of the stock NCCL one the loading itself is
+    watched (not yet run on a GPU)."""
+    if backend != "nccl":
+        from staged_sync.vllm.gloo_engine import GlooWeightTransferEngine
+
+        GlooWeightTransferEngine.on_receive[:] = [arrivals.on_receive]
+        return
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+    stock = getattr(NCCLWeightTransferEngine.receive_weights, "stock", NCCLWeightTransferEngine.receive_weights)
+
+    def receive(self: Any, update_info: Any) -> None:
+        load = self.model.load_weights
+
+        def watched(tensors: Any) -> Any:
+            named = list(tensors)
+            arrivals.on_receive(self, None, named)
+            return load(named)
+
+        with patch.object(self.model, "load_weights", watched):
+            stock(self, update_info)
+
+    receive.stock = stock  # type: ignore[attr-defined]
+    NCCLWeightTransferEngine.receive_weights = receive
 
 
 def forget(context: RankContext, *, stop: bool = False) -> None:
@@ -120,6 +149,12 @@ def state(context: RankContext) -> dict[str, Any]:
     """What the engine says of itself: version, paused, session (staged_sync.engines.info)."""
     info: dict[str, Any] = _receiver(context).engine.get_weight_transfer_info()
     return info
+
+
+def dtypes(context: RankContext, *, ending: str) -> dict[str, str]:
+    """In which dtype the engine keeps the parameters whose names end so."""
+    (mine,) = read_back(_receiver(context).llm)
+    return {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in mine.tensors.items() if name.endswith(ending)}
 
 
 def generate(context: RankContext) -> dict[str, Any]:

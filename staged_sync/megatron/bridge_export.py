@@ -74,7 +74,7 @@ class BridgeExporter:
     """Drives a `MarkedExport` (`staged_sync.exporter.Exporter`). `hf_tensors` is the header of the HF checkpoint.
 
     What is announced at connect is the checkpoint's index (a stage's names of it, where stages export alone), since a bridge
-    cannot say what it will yield before it yields it; names, shapes and dtypes are checked as they come, and the whole per update.
+    cannot say what it will yield before it yields it; names, shapes and dtypes are checked as they come, the whole per update.
 
     Memory: each tensor is copied once, into the bucket that is being filled. Ranks that do not send keep nothing.
     """

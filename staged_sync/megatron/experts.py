@@ -30,12 +30,12 @@ def take_apart(name: str, parameter: torch.Tensor, container: nn.Module) -> list
     if not (grouped := _GROUPED.fullmatch(name)):
         return [(name, parameter)]
     count = getattr(container, "num_local_experts", None)
+    if isinstance(count, int) and parameter.numel() == 0:
+        return [(f"{name}.{i}", parameter) for i in range(count)]  # offloaded: said elsewhere, by name
     if not isinstance(count, int) or count < 1 or parameter.dim() != 2 or parameter.numel() % count:
         raise ValueError(f"{name} {list(parameter.shape)} does not divide into its container's num_local_experts={count!r}")
     hidden = parameter.shape[0] if grouped[1] == "1" else parameter.shape[1]
     each = (hidden, -1) if grouped[1] == "1" else (-1, hidden)
-    if parameter.numel() == 0:
-        return [(f"{name}.{i}", parameter) for i in range(count)]  # offloaded: said elsewhere, by name
     matrices = parameter.detach().view(count, *each).transpose(1, 2)
     return [(f"{name}.{i}", matrix) for i, matrix in enumerate(matrices)]
 

@@ -18,6 +18,7 @@ from staged_sync.megatron.families.common import EMBEDDING, HEAD, Family, expert
 from staged_sync.megatron.gathering import Shards, gather_shards, join_shards, partition_of
 from staged_sync.megatron.inspection import Inspection
 from staged_sync.megatron.parameters import Located, locate, unwrap
+from staged_sync.megatron.quantise import FP8, SCALE_SUFFIX, quantise, read_block
 from staged_sync.megatron.signature import signature
 from staged_sync.megatron.sizes import Sizes, read_hf_config, read_sizes
 from staged_sync.megatron.units import Piece, RawUnit, units_of
@@ -55,6 +56,8 @@ class RawExporter:
         self._family = self._find_family(hf_config, model_name)
         self._sizes = self._read_sizes(args, hf_config)
         self.tied = self._read_tied(hf_config)
+        self._block, problems = read_block(hf_config)
+        self._setup_problems += problems
 
     # --- what the model is, once ------------------------------------------------------------------------------------
 
@@ -137,7 +140,7 @@ class RawExporter:
         assert rule is not None
         expected = [self._sizes.dimensions()[name] for name in rule.shape]
         partition = partition_of(entry.parameter, rule.layout, rule.part, self._seam.coordinates(), expected)
-        return Piece(entry.name, entry.parameter, rule, partition, entry.is_buffer)
+        return Piece(entry.name, entry.parameter, rule, partition)
 
     def _sent_elsewhere(self, name: str, stage: int) -> bool:
         """Copies of the embedding that Megatron keeps on later stages (a tied head, MTP): the first stage sends it."""
@@ -156,8 +159,17 @@ class RawExporter:
     def convert(self, unit: RawUnit, gathered: Sequence[Shards]) -> list[NamedTensor]:
         """HF names and full tensors, in the HF checkpoint's dtype. Views of the model where nothing was gathered."""
         named = [pair for piece, shards in zip(unit.pieces, gathered, strict=True) for pair in self._convert(piece, shards)]
-        return [(name, tensor.to(self._hf_tensors[name].dtype) if name in self._hf_tensors else tensor)
-                for name, tensor in named]
+        return [pair for name, tensor in named for pair in self._in_checkpoint_form(name, tensor)]
+
+    def _in_checkpoint_form(self, name: str, tensor: torch.Tensor) -> list[NamedTensor]:
+        """In the dtype that the HF checkpoint has; where that is FP8 with scales, quantised, and the scales next to it."""
+        wanted = self._hf_tensors.get(name)
+        if wanted is None:
+            return [(name, tensor)]
+        if wanted.dtype == FP8 and self._block is not None and tensor.dtype != FP8:
+            values, scales = quantise(tensor, self._block)
+            return [(name, values), (name + SCALE_SUFFIX, scales)]
+        return [(name, tensor.to(wanted.dtype))]
 
     def _convert(self, piece: Piece, shards: Shards) -> list[NamedTensor]:
         assert self._family is not None and self._sizes is not None
@@ -168,8 +180,6 @@ class RawExporter:
             if local is not None and self._sizes.num_moe_experts is not None:
                 expert = global_number(local, ep_rank, at, self._sizes.num_moe_experts)
             named += self._family.to_hf(piece.name, join_shards(mine, piece.partition), self._sizes, expert=expert)
-        if piece.is_buffer and self._hf_tensors:  # Megatron keeps buffers that a checkpoint may not know
-            named = [(name, tensor) for name, tensor in named if name in self._hf_tensors]
         return self._with_copies(named)
 
     def _with_copies(self, named: list[NamedTensor]) -> list[NamedTensor]:

@@ -21,7 +21,6 @@ class Piece:
     parameter: torch.Tensor
     rule: Rule
     partition: Partition
-    is_buffer: bool = False
 
     @property
     def full_bytes(self) -> int:

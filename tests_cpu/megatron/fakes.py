@@ -251,7 +251,7 @@ def export_stage(folder: Path, hf: Mapping[str, torch.Tensor], at: World, stage:
     assert source.problems() == []
     described = source.describe()
     assert seams[0].sent == [], "describe() communicated"
-    units: list[list[NamedTensor]] = []
+    units = []
     for part in PARTS:
         peers = [rank for rank in at.ranks if is_peer(seams[rank].coordinates(), part)]
         assert len({tuple(exports[rank].gathers(part)) for rank in peers}) == 1, f"peers gather different things: {part} pass"
@@ -275,10 +275,11 @@ def _pass(export: RawExporter, part: Part, *, converts: bool) -> Callable[[], li
     return rank
 
 
-def export_world(folder: Path, at: World, *, hf: Mapping[str, torch.Tensor] | None = None) -> list[Stage]:
-    """Every stage's export of the checkpoint `hf` (default: the one of `at.config`), in that checkpoint's dtypes."""
+def export_world(folder: Path, at: World, *, hf: Mapping[str, torch.Tensor] | None = None,
+                 named: Mapping[str, TensorMeta] | None = None) -> list[Stage]:
+    """Every stage's export of the weights `hf` (default: of `at.config`), in the form of a checkpoint with the header `named`."""
     hf = checkpoint_tensors(at.config) if hf is None else hf
-    return [export_stage(folder, hf, at, stage, header(hf)) for stage in range(at.pp)]
+    return [export_stage(folder, hf, at, stage, header(hf) if named is None else named) for stage in range(at.pp)]
 
 
 def differences(stages: Sequence[Stage], hf: Mapping[str, torch.Tensor]) -> list[str]:

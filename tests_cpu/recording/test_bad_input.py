@@ -52,7 +52,8 @@ def test_all_problems_of_all_ranks_come_as_one_error() -> None:
     with RecordingJob(engines=[1], args=args, pp=2) as run:
         text = the_error(run, run.connect(counts=[1, 1]), ConfigurationError)
     for problem in ("megatron_to_hf_mode must be 'raw' or 'bridge' (got 'fridge')",
-                    "update_weight_buffer_size must be a positive number", "update_weight_port_range must be two ports", "engine_gpu_counts must have one entry per engine"):
+                    "update_weight_buffer_size must be a positive number",
+                    "update_weight_port_range must be two ports", "engine_gpu_counts must have one entry per engine"):
         assert problem in text
 
 

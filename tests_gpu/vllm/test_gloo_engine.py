@@ -18,6 +18,8 @@ from staged_sync.vllm import cpu_repairs
 from tests_gpu.vllm.conftest import PROMPTS, EngineFactory
 from tests_gpu.vllm.source import Receiver, dial, send, transfer_group, update, wait
 
+pytestmark = pytest.mark.beyond_main_job
+
 Reference = Callable[[Path], list[dict[str, list[Any]]]]
 
 

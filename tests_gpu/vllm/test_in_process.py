@@ -16,6 +16,8 @@ from staged_sync.vllm import abandon, api, reload
 from tests_gpu.vllm.conftest import PROMPTS
 from tests_gpu.vllm.source import Receiver, buckets, send, transfer_group, update
 
+pytestmark = pytest.mark.beyond_main_job
+
 Reference = Callable[[Path], list[dict[str, list[Any]]]]
 
 

@@ -20,6 +20,8 @@ from staged_sync.vllm import nccl
 from staged_sync.vllm.rendezvous import listen
 from tests_gpu.vllm.source import wait
 
+pytestmark = pytest.mark.beyond_main_job
+
 UNPACKED = Wire("nccl", packed=False, packed_buffer_size_bytes=8)
 PACKED = Wire("nccl", packed=True, packed_buffer_size_bytes=8)
 CPU = torch.device("cpu")

@@ -7,6 +7,8 @@ import torch
 
 from staged_sync.packing import misaligned, pack, plan_chunks, unpack
 
+pytestmark = pytest.mark.beyond_main_job
+
 TENSORS = [torch.arange(12, dtype=torch.float32).reshape(3, 4), torch.tensor(2.5), torch.ones(5, dtype=torch.bfloat16),
            torch.zeros(0, 4, dtype=torch.bfloat16), torch.arange(9, dtype=torch.int64), torch.ones(3, dtype=torch.uint8),
            torch.linspace(0, 1, 40, dtype=torch.float16)]

@@ -16,7 +16,11 @@ TOLERANCE = 2e-4
 
 def test_megatron_and_transformers_agree_on_logits(world: World, deadline: Deadline, family: str,
                                                    checkpoints: Callable[..., str]) -> None:
-    checkpoint = checkpoints(family)
+    check_logits(world, deadline, checkpoints(family))
+
+
+def check_logits(world: World, deadline: Deadline, checkpoint: str) -> None:
+    """The last stage's logits of a float32 model with `checkpoint`'s weights are transformers'."""
     world.run("harness.world.trainer:float32_model", on=world.trainer_ranks, deadline=deadline, checkpoint=checkpoint,
               timeout_s=deadline.limit_s / 2)
     stages = world.run("harness.world.trainer:logits", on=world.trainer_ranks, deadline=deadline, tokens=TOKENS, vocab_size=251)

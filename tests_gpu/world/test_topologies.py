@@ -23,14 +23,14 @@ def groups(*stages: int) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_virtual_chunks_of_two_stages(three_updates: ThreeUpdates, tied: bool) -> None:
+def test_b111_b119_virtual_chunks_of_two_stages(three_updates: ThreeUpdates, tied: bool) -> None:
     _, reports = three_updates({"pp": 2, "vpp": 2}, "qwen3", num_layers=4, tied=tied,
                             build={"layers": [[[0], [2]], [[1], [3]]]})
     assert [report.stages for report in reports] == groups(0, 1)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_three_uneven_stages_whose_middle_owns_neither_end(three_updates: ThreeUpdates, tied: bool) -> None:
+def test_b112_b114_three_uneven_stages_whose_middle_owns_neither_end(three_updates: ThreeUpdates, tied: bool) -> None:
     _, reports = three_updates({"pp": 3}, "qwen3", num_layers=6, tied=tied, build={
         "settings": {"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 2},
         "layers": [[[0]], [[1, 2, 3]], [[4, 5]]]})
@@ -57,7 +57,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_layers_may_be_split_as_megatron_can(three_updates: ThreeUpdates, name: str) -> None:
+def test_b116_layers_may_be_split_as_megatron_can(three_updates: ThreeUpdates, name: str) -> None:
     topology, layers, build = LAYOUTS[name]
     _, reports = three_updates(topology, "qwen3", num_layers=layers, tied=True, build=build)
     assert [report.stages for report in reports] == groups(*range(topology["pp"]))

@@ -118,7 +118,8 @@ class Reduced:
             return {}
         node, step = self._path[-1], self._steps[-1]
         before = {**node.asleep, **node.tried}
-        return {name: touches for name, touches in before.items() if name != node.chosen and commute(touches, step.touches, self._relations)}
+        return {name: touches for name, touches in before.items()
+                if name != node.chosen and commute(touches, step.touches, self._relations)}
 
 
 def commute(a: Touches, b: Touches, relations: Relations) -> bool:

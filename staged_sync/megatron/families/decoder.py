@@ -59,6 +59,8 @@ REQUIRED = {
     "gated_linear_unit": True,
     "normalization": "RMSNorm",
     "layernorm_zero_centered_gamma": False,  # Megatron would store gamma - 1
+    "moe_mlp_glu_interleave_size": None,     # later versions can interleave the rows of gate and up
+    "moe_shared_expert_glu_interleave_size": None,
 }
 
 REQUIRED_ATTENTION = REQUIRED | {

@@ -19,6 +19,9 @@ from staged_sync.megatron.families.layouts import GATED
 
 ROUTER = (layer_rule("mlp.router.weight", ["mlp.gate.weight"], ["experts", "hidden"]),)
 
+NO_EXPERT_BIAS = {"moe_router_enable_expert_bias": False}
+"""For families whose checkpoints have none: an engine would route without the bias that the trainer routes with."""
+
 EXPERT_BIAS = (layer_rule("mlp.router.expert_bias", ["mlp.gate.e_score_correction_bias"], ["experts"]),)
 """A persistent buffer in fp32 (`TopKRouter`, megatron/core/transformer/moe/router.py)."""
 

@@ -2,6 +2,6 @@
 
 from staged_sync.megatron.families.common import Family
 from staged_sync.megatron.families.decoder import DECODER, QK_NORM, REQUIRED_ATTENTION
-from staged_sync.megatron.families.moe import ROUTER, experts
+from staged_sync.megatron.families.moe import NO_EXPERT_BIAS, ROUTER, experts
 
-FAMILY = Family(("qwen3_moe",), DECODER + QK_NORM + ROUTER + experts(), REQUIRED_ATTENTION)
+FAMILY = Family(("qwen3_moe",), DECODER + QK_NORM + ROUTER + experts(), REQUIRED_ATTENTION | NO_EXPERT_BIAS)

@@ -1,0 +1,123 @@
+"""FP8 with a scale per block: against a slow second opinion, at every edge, and through a whole export."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.checkpoints import checkpoint_tensors, hf_config
+from staged_sync.buckets import Bucketer
+from staged_sync.completeness import coverage_problems
+from staged_sync.megatron.quantise import FP8, quantise, read_block
+from tests_cpu.megatron.fakes import World, export_world, header, world
+
+FP8_CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+def slowly(weight: torch.Tensor, height: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Block by block, in the words of the format: the largest magnitude becomes 448, a block of zeros has scale 1."""
+    rows, columns = weight.shape
+    values = torch.empty(rows, columns, dtype=FP8)
+    scales = torch.empty(math.ceil(rows / height), math.ceil(columns / width))
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            block = weight[i * height:(i + 1) * height, j * width:(j + 1) * width].float()
+            largest = block.abs().max()
+            scales[i, j] = largest / 448 if largest > 0 else 1.0
+            values[i * height:(i + 1) * height, j * width:(j + 1) * width] = (block / scales[i, j]).to(FP8)
+    return values, scales
+
+
+def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(128, 128), (256, 384), (129, 127), (1, 1), (100, 300), (384, 5)],
+                         ids=lambda size: str(size))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_blocks_and_partial_blocks_are_the_second_opinion_s(rows: int, columns: int, dtype: torch.dtype) -> None:
+    weight = (torch.rand(rows, columns, generator=torch.Generator().manual_seed(rows)) - 0.5).to(dtype)
+    values, scales = quantise(weight, (128, 128))
+    expected = slowly(weight, 128, 128)
+    assert same_bytes(values, expected[0])
+    assert same_bytes(scales.contiguous(), expected[1])
+
+
+def test_a_block_of_zeros_is_zeros_and_not_nan() -> None:
+    """B150: 0 / 448 as a scale would be a division by zero."""
+    weight = torch.ones(256, 200)
+    weight[128:, :128] = 0
+    values, scales = quantise(weight, (128, 128))
+    assert torch.equal(scales, torch.tensor([[1 / 448, 1 / 448], [1.0, 1 / 448]]))
+    assert not values.float().isnan().any()
+    assert values[128:, :128].float().eq(0).all()
+    assert values[:128].float().eq(448).all()
+
+
+def test_a_block_s_largest_magnitude_becomes_the_largest_number() -> None:
+    weight = torch.tensor([[-3.0, 1.5], [0.75, 0.0]])
+    values, scales = quantise(weight, (2, 2))
+    assert values.float().tolist() == [[-448.0, 224.0], [112.0, 0.0]]
+    assert scales.item() == pytest.approx(3 / 448, rel=1e-7)
+
+
+def test_shapes_are_known_without_weights() -> None:
+    values, scales = quantise(torch.empty(300, 130, dtype=torch.bfloat16, device="meta"), (128, 128))
+    assert (values.dtype, values.shape, scales.dtype, scales.shape) == (FP8, (300, 130), torch.float32, (3, 2))
+
+
+QUANTISED = hf_config("qwen3_moe", num_layers=2, heads=4, groups=2, hidden_size=160, quantization_config=FP8_CONFIG)
+
+
+def quantised_checkpoint() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The bf16 weights that a trainer holds, and the checkpoint that an engine would load: linears in FP8, the rest as it is."""
+    weights, checkpoint = checkpoint_tensors(QUANTISED), {}
+    for name, tensor in weights.items():
+        if name.endswith("_proj.weight"):
+            checkpoint[name], checkpoint[name + "_scale_inv"] = slowly(tensor, 128, 128)
+        else:
+            checkpoint[name] = tensor
+    return weights, checkpoint
+
+
+@pytest.mark.parametrize("at", [world(QUANTISED), world(QUANTISED, tp=2, pp=2, ep=2), world(QUANTISED, tp=2, etp=2, ep=2, dp=2)],
+                         ids=["one rank", "tp2·pp2·ep2", "tp2·etp2·ep2"])
+def test_an_export_into_a_quantised_checkpoint_is_exact_on_any_layout(at: World, tmp_path: Path) -> None:
+    """Blocks do not end where shards do: the full tensor is quantised, once, on the source."""
+    weights, checkpoint = quantised_checkpoint()
+    stages = export_world(tmp_path, at, hf=weights, named=header(checkpoint))
+    assert coverage_problems([stage.described for stage in stages], header(checkpoint)) == []
+    sent = {name: tensor for stage in stages for name, tensor in stage.tensors}
+    assert sent.keys() == checkpoint.keys()
+    assert [name for name, tensor in checkpoint.items() if not same_bytes(sent[name].contiguous(), tensor)] == []
+
+
+def test_weight_and_scale_are_never_in_two_buckets(tmp_path: Path) -> None:
+    weights, checkpoint = quantised_checkpoint()
+    at = world(QUANTISED, args={"update_weight_buffer_size": 1})
+    (stage,) = export_world(tmp_path, at, hf=weights, named=header(checkpoint))
+    sent, bucketer = dict(stage.tensors), Bucketer(1)
+    buckets = [bucketer.add([(name, sent[name]) for name in unit]) for unit in stage.units] + [bucketer.flush()]
+    for bucket in buckets:
+        names = {name for name, _ in bucket}
+        assert {name + "_scale_inv" for name in names if name.endswith("_proj.weight")} <= names
+
+
+@pytest.mark.parametrize(("config", "text"), [
+    ({"quant_method": "awq"}, "quantization_config must be fp8 with weight_block_size (got quant_method 'awq')"),
+    ({"quant_method": "fp8"}, "weight_block_size must be two positive ints, e.g. [128, 128] (got None)"),
+    ({"quant_method": "fp8", "weight_block_size": [128]}, "(got [128])"),
+    (FP8_CONFIG | {"activation_scheme": "static"}, "activation_scheme must be 'dynamic' (got 'static')"),
+])
+def test_what_cannot_be_served_is_said(config: dict[str, object], text: str) -> None:
+    block, problems = read_block({"quantization_config": config})
+    assert block is None
+    assert len(problems) == 1 and text in problems[0]
+
+
+def test_what_can_be_served() -> None:
+    assert read_block({}) == (None, [])
+    assert read_block({"quantization_config": FP8_CONFIG}) == ((128, 128), [])
