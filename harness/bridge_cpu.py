@@ -18,7 +18,7 @@ import importlib.util
 import sys
 import types
 import warnings
-from collections.abc import Sequence
+from collections.abc import MutableSequence, Sequence
 from typing import Any
 
 from harness import megatron_cpu
@@ -71,7 +71,7 @@ class _StandIn(metaclass=_NameOnly):
 
 
 class _Module(types.ModuleType):
-    __path__: Sequence[str] = ()
+    __path__: MutableSequence[str] = []
     __version__ = "2.10.0"  # what Megatron-Bridge 0.3.1 asks for at least
 
     def __getattr__(self, name: str) -> Any:

@@ -9,7 +9,7 @@ import os
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -27,6 +27,18 @@ TIMEOUTS = {"update_weight_call_timeout": 15.0, "update_weight_phase_timeout": 2
 """Inside the default deadline of a world test: the library speaks first, the harness' hang report is for what it misses."""
 
 
+Export = Literal["raw", "megatron-bridge", "weights_getter", "mbridge"]
+"""What the updater exports with. weights_getter: Megatron-Bridge, with tensors that are not the model's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exports:
+    """What the updater is given besides the model."""
+
+    bridge: Any = None
+    weights_getter: Any = None
+
+
 @dataclass(slots=True)
 class Trainer:
     """What a trainer rank holds."""
@@ -37,18 +49,51 @@ class Trainer:
 
 
 def setup(context: RankContext, *, checkpoint: str, args: dict[str, Any], timeout_s: float,
-          build: dict[str, Any] | None = None) -> None:
+          build: dict[str, Any] | None = None, export: Export = "raw") -> None:
     """Build this rank's share of the model and an updater. May be called again for another checkpoint or other args. `build`:
     how layers are split, see `build_megatron_model`."""
     _join_world(context, timeout_s)
     device = _device(context)
     model = build_megatron_model(checkpoint, device=device, **build or {})
     settings = megatron_args(checkpoint, **TIMEOUTS | args)
+    exports = _exports(export, checkpoint, model)
+    settings.megatron_to_hf_mode = "raw" if export == "raw" else "bridge"
     store = dist.PrefixStore(f"updater/{_count(context, 'updaters')}", context.state["store"])
-    updater = UpdateWeightFromDistributed(settings, model, None, model_name=_family(checkpoint),
-                                          quantization_config=None, seam=LiveSeam(model, store=store))
+    updater = UpdateWeightFromDistributed(settings, model, exports.weights_getter, model_name=_family(checkpoint),
+                                          quantization_config=None, seam=LiveSeam(model, store=store), bridge=exports.bridge)
     updater.trace.events = PublishedEvents(updater.trace, context.position, then=partial(planted.at_event, context))
     context.state["trainer"] = Trainer(checkpoint, model, updater)
+
+
+def _exports(export: Export, checkpoint: str, model: list[torch.nn.Module]) -> Exports:
+    if export == "raw":
+        return Exports()
+    from harness import bridge_cpu
+
+    bridge_cpu.install()
+    if export == "mbridge":
+        from mbridge import AutoBridge
+        return Exports(bridge=AutoBridge.from_pretrained(checkpoint))
+    return Exports(weights_getter=KeptWeights(model) if export == "weights_getter" else None)  # Megatron-Bridge, the default
+
+
+class KeptWeights:
+    """A `weights_getter` as vime's: this rank's tensors by chunk and name, kept away from the model, which has lost its own."""
+
+    def __init__(self, model: list[torch.nn.Module]) -> None:
+        self._model = model
+        self.take()
+
+    @torch.no_grad()
+    def take(self) -> None:
+        self._kept = {}
+        for chunk, module in enumerate(self._model):
+            for name, parameter in module.named_parameters():
+                self._kept[f"vp_stages.{chunk}.{name.replace('module.', '')}"] = parameter.detach().clone()
+                parameter.fill_(float("nan"))
+
+    def __call__(self) -> dict[str, torch.Tensor]:
+        return self._kept
 
 
 def connect(context: RankContext, *, engines: list[dict[str, Any]], lock: dict[str, Any], counts: list[int] | None) -> None:
@@ -61,6 +106,8 @@ def load(context: RankContext, *, checkpoint: str) -> None:
     """The next optimizer step: every weight of this rank replaced in place."""
     trainer = _trainer(context)
     load_step(trainer.model, checkpoint)
+    if isinstance(kept := trainer.updater.weights_getter, KeptWeights):
+        kept.take()
     trainer.checkpoint = checkpoint
 
 

@@ -200,6 +200,7 @@ class BridgeExporter:
         meta = self._hf_tensors.get(name)
         if meta is None:
             raise CompletenessError(f"{self._export.name} yields {name} {_kind(tensor)}, which the HF checkpoint does not name")
+        tensor = _without_padding(name, tensor, meta)
         if tuple(tensor.shape) != meta.shape:
             raise CompletenessError(f"{self._export.name} yields {name} as {_kind(tensor)}; it is {list(meta.shape)} in the "
                                     f"checkpoint")
@@ -229,6 +230,13 @@ def _steps(stream: Iterator[tuple[Any, ...]]) -> Generator[Step, None, None]:
     finally:
         if isinstance(stream, Generator):
             stream.close()  # also in the middle: what it holds is freed now and not whenever it is collected
+
+
+def _without_padding(name: str, tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+    """Megatron pads the vocabulary to what its ranks can share, and bridges may yield the padding."""
+    if name.endswith((HF_EMBEDDING, HF_HEAD)) and tensor.shape[1:] == meta.shape[1:] and len(tensor) > meta.shape[0]:
+        return tensor[:meta.shape[0]]
+    return tensor
 
 
 def _timed_out(error: Exception) -> bool:
