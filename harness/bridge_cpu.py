@@ -4,6 +4,7 @@ Each thing here stands for something that a real trainer has; none of it touches
 
 `import_bridges`   Megatron-Bridge imports Transformer Engine and names of it at import time, for models and recipes that are not
                    used here. It gets empty classes under those names, which are taken away again after the import.
+`mbridge_of`       a test process has tied and untied models one after the other, a trainer has one; see there.
 `install`          both bridges ask for the current CUDA device to put received tensors on, which `harness.megatron_cpu` answers
                    with the CPU; nothing else.
 
@@ -29,6 +30,17 @@ STOOD_IN_FOR = ("transformer_engine", "transformer_engine_torch")
 def install() -> None:
     """Once per process that exports. Does nothing where CUDA is available."""
     megatron_cpu.install()
+
+
+def mbridge_of(checkpoint: str) -> Any:
+    """mbridge's bridge of a checkpoint. mbridge 0.15.1 writes a tied model's mapping into its class, where the next untied model
+    of the process would find it (its head would be exported as the embedding); here each bridge keeps its own."""
+    from mbridge import AutoBridge
+
+    bridge = AutoBridge.from_pretrained(checkpoint)
+    bridge._DIRECT_MAPPING = dict(bridge._DIRECT_MAPPING)
+    type(bridge)._DIRECT_MAPPING["output_layer.weight"] = "lm_head.weight"
+    return bridge
 
 
 def import_bridges() -> None:

@@ -72,8 +72,7 @@ def _exports(export: Export, checkpoint: str, model: list[torch.nn.Module]) -> E
 
     bridge_cpu.install()
     if export == "mbridge":
-        from mbridge import AutoBridge
-        return Exports(bridge=AutoBridge.from_pretrained(checkpoint))
+        return Exports(bridge=bridge_cpu.mbridge_of(checkpoint))
     return Exports(weights_getter=KeptWeights(model) if export == "weights_getter" else None)  # Megatron-Bridge, the default
 
 
