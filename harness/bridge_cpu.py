@@ -19,7 +19,7 @@ import importlib.util
 import sys
 import types
 import warnings
-from collections.abc import MutableSequence, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from harness import megatron_cpu
@@ -83,8 +83,11 @@ class _StandIn(metaclass=_NameOnly):
 
 
 class _Module(types.ModuleType):
-    __path__: MutableSequence[str] = []
     __version__ = "2.10.0"  # what Megatron-Bridge 0.3.1 asks for at least
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__ = []  # a package
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -30,9 +30,10 @@ def layer_spec(config: TransformerConfig) -> ModuleSpec:
     mlp = ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=ModuleSpec(module=GroupedExperts))) if experts else \
         ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=TELayerNormColumnParallelLinear, linear_fc2=RowParallelLinear))
     head_norm = RMSNorm if config.qk_layernorm else IdentityOp
-    attention = ModuleSpec(module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=SelfAttentionSubmodules(
-        linear_qkv=TELayerNormColumnParallelLinear, core_attention=DotProductAttention, linear_proj=RowParallelLinear,
-        q_layernorm=head_norm, k_layernorm=head_norm))
+    attention = ModuleSpec(
+        module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=SelfAttentionSubmodules(
+            linear_qkv=TELayerNormColumnParallelLinear, core_attention=DotProductAttention, linear_proj=RowParallelLinear,
+            q_layernorm=head_norm, k_layernorm=head_norm))
     return ModuleSpec(module=TransformerLayer, submodules=TransformerLayerSubmodules(
         input_layernorm=IdentityOp, self_attention=attention, self_attn_bda=get_bias_dropout_add,
         pre_mlp_layernorm=RMSNorm if experts else IdentityOp, mlp=mlp, mlp_bda=get_bias_dropout_add))

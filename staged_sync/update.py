@@ -161,7 +161,8 @@ class Update:
         except RanksAbsent as error:
             report(error, self._rank.seam, self._rank.trace, self._rank.settings.report_folder)
             why = why_absent(step, error, self._link)
-            self._abort([Failure(None, f"status barrier '{label}'", "RanksAbsent", f"{error}{why}")], error)
+            own = [] if self._failure.failure is None else [self._failure.failure]  # nobody else will tell what happened here
+            self._abort([*own, Failure(None, f"status barrier '{label}'", "RanksAbsent", f"{error}{why}")], error)
         failures = [status.failure for status in statuses if status.failure is not None] or out_of_step(statuses)
         if failures:
             self._abort(failures, None)

@@ -20,15 +20,18 @@ from harness.world import planted
 from harness.world.position import PublishedEvents
 from harness.world.rank import RankContext
 from harness.world.rpc import RemoteHandle, Target
+from staged_sync.completeness import read_index
 from staged_sync.live_seam import LiveSeam
+from staged_sync.megatron.bridge_export import MarkedExport
 from staged_sync.update_weight import UpdateWeightFromDistributed
 
 TIMEOUTS = {"update_weight_call_timeout": 15.0, "update_weight_phase_timeout": 25.0, "update_weight_timeout": 45.0}
 """Inside the default deadline of a world test: the library speaks first, the harness' hang report is for what it misses."""
 
 
-Export = Literal["raw", "megatron-bridge", "weights_getter", "mbridge"]
-"""What the updater exports with. weights_getter: Megatron-Bridge, with tensors that are not the model's own."""
+Export = Literal["raw", "megatron-bridge", "weights_getter", "mbridge", "mbridge declared stage_local"]
+"""What the updater exports with. weights_getter: Megatron-Bridge, with tensors that are not the model's own. The last one is
+wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +76,19 @@ def _exports(export: Export, checkpoint: str, model: list[torch.nn.Module]) -> E
     bridge_cpu.install()
     if export == "mbridge":
         return Exports(bridge=bridge_cpu.mbridge_of(checkpoint))
+    if export == "mbridge declared stage_local":
+        bridge = bridge_cpu.mbridge_of(checkpoint)
+        return Exports(bridge=MarkedExport("mbridge, declared stage_local", "stage_local", lambda: bridge.export_weights(model),
+                                           names=lambda: _names_of_stage(checkpoint)))
     return Exports(weights_getter=KeptWeights(model) if export == "weights_getter" else None)  # Megatron-Bridge, the default
+
+
+def _names_of_stage(checkpoint: str) -> list[str]:
+    """A split that covers the checkpoint: which stage really has what does not matter to who never sends."""
+    from megatron.core import parallel_state as mpu
+
+    stage, stages = mpu.get_pipeline_model_parallel_rank(), mpu.get_pipeline_model_parallel_world_size()
+    return list(read_index(checkpoint))[stage::stages]
 
 
 class KeptWeights:
@@ -165,7 +180,9 @@ def _join_world(context: RankContext, timeout_s: float) -> None:
                             timeout=timedelta(seconds=timeout_s))
     mpu.initialize_model_parallel(
         topology.tp, topology.pp, topology.vpp if topology.vpp > 1 else None, context_parallel_size=topology.cp,
-        expert_model_parallel_size=topology.ep, expert_tensor_parallel_size=topology.etp)
+        expert_model_parallel_size=topology.ep, expert_tensor_parallel_size=topology.etp,
+        # What bounds a collective inside a bridge, which nothing of the library can: the default is half an hour.
+        distributed_timeout_minutes=timeout_s / 60)
 
 
 def _device(context: RankContext) -> torch.device:

@@ -202,8 +202,8 @@ def test_ranks_that_yield_different_things_are_told_apart_at_once() -> None:
         run.connect().check()
         stub(run, 1).change = lambda metas: metas[:2]
         result = run.update()
-        cause = ("OutOfStep: ranks [0] have exported 2 buckets; ranks [1] have ended. A pipeline-collective exporter must yield the "
-                 "same tensors, in the same order, on every rank")
+        cause = ("OutOfStep: ranks [0] have exported 2 buckets; ranks [1] have ended. A pipeline-collective exporter must yield "
+                 "the same tensors, in the same order, on every rank")
         assert_none(problems_after(run, result, cause, limit_s=0))
         stub(run, 1).change = list
         assert_none(problems_of_recovery(run))

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from harness.world.deadline import Deadline
 from harness.world.job import SyncJob, SyncReport
 from harness.world.wire import Topology
 
@@ -71,6 +72,39 @@ def test_a_weights_getter_is_asked_instead_of_the_model(checkpoints: Callable[..
     for step in (0, 1):
         job.load(checkpoints("qwen3", step))
         exact(job.update())
+
+
+@pytest.mark.parametrize("export", BRIDGES)
+def test_an_engine_that_fails_in_a_bucket_fails_every_rank_and_the_next_update_is_exact(
+        export: str, checkpoints: Callable[..., str], start_job: Job, exact: Exact) -> None:
+    """Ranks that only iterate learn of it before the next bucket, so it takes no deadline; the source opens a new group."""
+    job = start_job(checkpoints("qwen3", 0), args={"update_weight_buffer_size": SOME} | LONG, build=TE, export=export)
+    job.connect()
+    exact(job.update())
+    job.plant(job.engines[1].rank, "engine_error", engine=1, method="update_weights_from_distributed", nth=1)
+    errors = job.failures("update", Deadline.after(20.0))
+    job.harvest(job.engines[1].rank)
+    assert {error.kind for error in errors} == {"UpdateFailed"} and len({error.text for error in errors}) == 1
+    assert "rollout engine 1 failed in update_weights_from_distributed" in errors[0].text
+    for state in job.on_receivers("state"):
+        assert (state["paused"], state["session_open"], state["weight_version"]) == (True, False, "1"), state
+    job.load(checkpoints("qwen3", 1))
+    assert exact(job.update()).version == 2
+
+
+@pytest.mark.needs(pp=2)
+def test_a_real_collective_declared_stage_local_is_told_by_its_name(checkpoints: Callable[..., str], start_job: Job) -> None:
+    """Stage 0 waits inside mbridge for the others, which wait for it in a barrier and give up first. Stage 0 ends with the
+    time-out of the trainer's own groups, which is all that bounds a collective inside a bridge (30 s here)."""
+    short = {"update_weight_call_timeout": 3.0, "update_weight_phase_timeout": 6.0, "update_weight_timeout": 20.0}
+    job = start_job(checkpoints("qwen3"), args=short, build=TE, export="mbridge declared stage_local")
+    job.world.clean = False  # Megatron's pipeline group is lost
+    job.connect()
+    run = job.world.start("harness.world.trainer:update", on=job.world.trainer_ranks)
+    outcomes = run.wait(Deadline.after(90.0), error_grace_s=90.0)
+    errors = [outcome.problem for outcome in outcomes.values() if outcome.problem is not None]
+    assert [error.kind for error in errors] == ["UpdateFailed"] * len(job.world.trainer_ranks)
+    assert all("exporter declared stage_local but behaves as pipeline-collective" in error.text for error in errors), errors
 
 
 @pytest.mark.own_world
