@@ -42,8 +42,9 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     names = ("tp", "pp", "ep", "device", "nccl_timeout", "model", "export", "report")
     options = " ".join(f"--{name.replace('_', '-')}={getattr(config.option, name)}" for name in names)
     variables = " ".join(f"{name}={os.environ[name]}" for name in sorted(os.environ) if name.startswith("STAGED_SYNC_"))
-    return [f"implementation under test: staged-sync {_version('staged-sync') or '(not installed, from the checkout)'}",
-            f"versions: {versions}", f"options: {options}", f"STAGED_SYNC_* variables: {variables or 'none'}"]
+    ours = f"implementation under test: staged-sync {_version('staged-sync') or '(not installed, from the checkout)'}"
+    under_test = [] if getattr(config.option, "impl", "") else [ours]  # tests_cpu/conftest.py names another one
+    return [*under_test, f"versions: {versions}", f"options: {options}", f"STAGED_SYNC_* variables: {variables or 'none'}"]
 
 
 def _version(package: str) -> str:

@@ -36,6 +36,8 @@ class EngineOptions:
     workers: int = 1
     plain_vime: bool = False
     retain_replaced: bool = False
+    named_groups: bool = False
+    """SGLang-like: one group per name, chosen by each update; no session."""
     packed_in: Literal["init", "update"] = "init"
     """Where `packed` is agreed: when the group is opened (vLLM >= 0.29), or with each bucket (before; plain vime)."""
     fixed_buffer_bytes: int = 1 << 30
@@ -63,7 +65,8 @@ class StubEngine(Server):
         self._violation = violation
         self._busy: list[Task] = []
         self.workers = [StubWorker(network, f"{self.name}/worker{j}", model, self._recorder(f"{self.name}/worker{j}"),
-                                   retain_replaced=options.retain_replaced) for j in range(options.workers)]
+                                   retain_replaced=options.retain_replaced, named_groups=options.named_groups)
+                        for j in range(options.workers)]
 
     # --- generation -----------------------------------------------------------------------------------------------
     def pause_generation(self) -> None:
@@ -93,12 +96,15 @@ class StubEngine(Server):
         self._on_workers("start", lambda worker: worker.start())
 
     def update_weights_from_distributed(self, names: Sequence[str], dtypes: Sequence[torch.dtype],
-                                        shapes: Sequence[Sequence[int]], group_name: str, packed: bool = False) -> None:
+                                        shapes: Sequence[Sequence[int]], group_name: str, packed: bool = False,
+                                        weight_version: Any = None) -> None:
         self._must(self.paused or not self._session_open(), 9, "receives weights while it generates")
         wire = None
         if self.options.packed_in == "update":
             wire = Wire("gloo", packed, self.options.fixed_buffer_bytes)
-        self._on_workers("update", lambda worker: worker.update(names, dtypes, shapes, wire))
+        self._on_workers("update", lambda worker: worker.update(names, dtypes, shapes, wire, group_name))
+        if weight_version is not None:  # vime's engines record it at once, on purpose: no violation of theirs
+            self.version = weight_version
 
     def finish_weight_update(self, weight_version: Any = None) -> None:
         self._on_workers("finish", lambda worker: worker.finish())

@@ -19,6 +19,9 @@ from harness.recording.scheduler import Scheduler, round_robin
 
 MAX_STEPS = 1_000_000
 
+MAX_NAPS = 40
+"""Where a stall is a deadlock: how often somebody may sleep and look again while nobody else gets on."""
+
 
 class Deadlock(AssertionError):
     """Nobody can run. `table` says who waits for what, `waits` the same in short. `bounded`: a deadline would end some wait,
@@ -95,6 +98,8 @@ class Kernel:
         self._current: Task | None = None
         self._made: dict[str, int] = {}
         self._era = "start"
+        self._naps = 0
+        self._slept_through: list[str] = []
         self._previous: Task | None = None
         self._spawned = 0
 
@@ -159,6 +164,11 @@ class Kernel:
         """Tasks that wait for somebody, in spawning order."""
         return [t for t in self.tasks if t.waiting is not None and t.waiting is not IDLE]
 
+    @property
+    def current_name(self) -> str:
+        """Who runs now; empty outside of every task."""
+        return self._current.name if self._current is not None else ""
+
     def christen(self) -> str:
         """A name for a new shared thing that is the same in every run whose steps so far were the same: who made it, and as
         its how manieth."""
@@ -204,13 +214,25 @@ class Kernel:
         table = self._table(self.blocked())
         pending = [t for t in self.tasks if t.deadline_s < math.inf]
         first = min(pending, key=lambda t: t.deadline_s, default=None)
-        sleeps = first is not None and first.waiting is not None and first.waiting.for_time
-        if first is None or (self.stall_is_deadlock and not sleeps):
-            raise Deadlock(table, bounded=first is not None, waits=[
-                f"{t.name} in {t.waiting.operation} {t.waiting.group}".rstrip() for t in self.blocked() if t.waiting is not None])
+        if first is None or (self.stall_is_deadlock and not self._sleep_helps(first)):
+            raise Deadlock(table, bounded=first is not None, waits=self._waits(self.blocked()))
         if not self.stalls or self.stalls[-1] != table:
             self.stalls.append(table)
         self.now_s = first.deadline_s
+
+
+    def _sleep_helps(self, first: Task) -> bool:
+        """Whether the next deadline is a sleep, and the last sleeps were not all in vain: the others stand where they stood."""
+        if first.waiting is None or not first.waiting.for_time:
+            return False
+        others = self._waits([task for task in self.blocked() if task is not first])
+        self._naps = self._naps + 1 if others == self._slept_through else 0
+        self._slept_through = others
+        return self._naps < MAX_NAPS
+
+    @staticmethod
+    def _waits(tasks: Sequence[Task]) -> list[str]:
+        return [f"{t.name} in {t.waiting.operation} {t.waiting.group}".rstrip() for t in tasks if t.waiting is not None]
 
 
 def plain_table(tasks: Sequence[Task]) -> str:

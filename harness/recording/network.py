@@ -176,6 +176,19 @@ class Network:
         listener = self._listeners[host, port] = RecordedListener(host, port, self._kernel.christen())
         return listener
 
+    def bind(self, host: str, port: int) -> RecordedListener:
+        """Listen at an address of the caller's choice. Raises OSError where somebody does already."""
+        held = self._listeners.get((host, port))
+        if held is not None and not self._released(held):
+            raise OSError(f"[Errno 98] address already in use: {host}:{port}")
+        listener = self._listeners[host, port] = RecordedListener(host, port, self._kernel.christen())
+        return listener
+
+    def next_port(self) -> int:
+        self._kernel.touch("ports", "write")
+        self._next_port += 1
+        return self._next_port - 1
+
     def listens(self, address: tuple[str, int]) -> bool:
         listener = self._listeners.get(address)
         return listener is not None and not listener.closed

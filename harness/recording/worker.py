@@ -31,7 +31,7 @@ class Loaded:
 
 class StubWorker:
     def __init__(self, network: Network, name: str, model: Mapping[str, TensorMeta], record: Record, *,
-                 retain_replaced: bool) -> None:
+                 retain_replaced: bool, named_groups: bool = False) -> None:
         self.name = name
         self.active = False
         self.complete = True
@@ -43,6 +43,7 @@ class StubWorker:
         self._model = model
         self._record = record
         self._retain_replaced = retain_replaced
+        self._named: dict[str, tuple[Channel, int]] | None = {} if named_groups else None
         self._rank = 0
         self._buckets = 0
 
@@ -51,7 +52,10 @@ class StubWorker:
         self._record("join", group=name, detail=f"rank {rank} of {world_size}")
         channel = self._network.join(address, rank, world_size, name, self.name)
         self._record("join.done", group=name, detail=f"rank {rank} of {world_size}")
-        self._drop_held()
+        if self._named is None:
+            self._drop_held()
+        else:
+            self._named[name] = (channel, rank)
         self.slot, self._rank, self.wire, self._buckets = channel, rank, wire, 0
 
     def destroy(self) -> None:
@@ -60,6 +64,8 @@ class StubWorker:
             raise RuntimeError("Cannot release a trainer connection during a weight update")
         self._leave(self.slot)
         self.slot = None
+        if self._named is not None:
+            self._named.clear()
 
     def leave_all(self) -> None:
         """The process is gone: every group it was in loses this end."""
@@ -77,9 +83,14 @@ class StubWorker:
         self.sessions += 1
 
     def update(self, names: Sequence[str], dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]],
-               wire: Wire | None = None) -> None:
-        """Receive one bucket. `wire` where it comes with each bucket (vLLM < 0.29), else what init said."""
-        if not self.active:
+               wire: Wire | None = None, group_name: str = "") -> None:
+        """Receive one bucket. `wire` where it comes with each bucket (vLLM < 0.29), else what init said. Only a receiver with
+        named groups looks at `group_name`."""
+        if self._named is not None:
+            if group_name not in self._named:
+                raise ValueError(f"group {group_name!r} was never initialized; there are {sorted(self._named)}")
+            self.slot, self._rank = self._named[group_name]
+        elif not self.active:
             raise RuntimeError("start_weight_update must be called before update_weights.")
         self.wire = wire or self.wire
         try:

@@ -43,6 +43,8 @@ class Facts:
     """Where a worker's bytes are not those of this step."""
     publishes: bool = True
     """Whether engines have `update_weight_version`."""
+    sends_are_named: bool = True
+    """Whether `send` events tell HF names (a broadcast of foreign code does not)."""
 
     @property
     def went_well(self) -> bool:
@@ -173,7 +175,8 @@ def inactive_ranks_touch_nothing(trace: Trace) -> Iterator[Violation]:
 def once_each(trace: Trace) -> Iterator[Violation]:
     wanted = Counter(name for names in trace.facts.names for name in names)
     workers = [f"engine{i}/worker{j}" for i, count in enumerate(trace.facts.engines) for j in range(count)]
-    for what, actors in (("send", {e.actor for _, e in trace.of("send")}), ("receive.done", set(workers))):
+    sources = {e.actor for _, e in trace.of("send")}
+    for what, actors in ((("send", sources),) if trace.facts.sends_are_named else ()) + (("receive.done", set(workers)),):
         counted: dict[str, Counter[str]] = {actor: Counter() for actor in actors}
         for at, event in trace.of(what):
             names = counted[event.actor]

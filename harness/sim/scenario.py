@@ -18,6 +18,7 @@ from harness.recording.topology import Layout
 from staged_sync.exporter import Part, TensorMeta
 
 if TYPE_CHECKING:
+    from harness.foreign.simulation import ForeignSimulation
     from harness.sim.simulation import Simulation
 
 Receiver: TypeAlias = Literal["vllm", "stock vllm", "stock vllm 0.27", "vime", "named groups"]
@@ -45,6 +46,7 @@ class Scenario:
     """`stages`: (dense, expert) tensors of each pipeline stage, None for one dense tensor each. With `bucket_bytes=1` every
     tensor is a bucket of its own. `mutant`: a name of the zoo. `connects`: every schedule begins with connect, in a fresh
     world; otherwise the worlds are connected once and every schedule is one more update. `fault`: see harness/sim/faulty.py.
+    `impl`: somebody else's class, `package.module:Class`, and `adapter`: what is said about it, `package.module:NAME`.
     """
 
     tp: int = 1
@@ -64,6 +66,7 @@ class Scenario:
     connects: bool = False
     mutant: str = ""
     impl: str = ""
+    adapter: str = ""
     fault: str = ""
 
     def __repr__(self) -> str:
@@ -82,9 +85,10 @@ class Scenario:
         return [EngineOptions(workers=workers, fixed_buffer_bytes=self.packed_buffer_bytes, **RECEIVERS[self.receiver])
                 for workers in self.engines]
 
-    def simulate(self) -> Simulation:
-        from harness.sim.simulation import Simulation  # which needs scenarios
-        return Simulation(self)
+    def simulate(self) -> Simulation | ForeignSimulation:
+        from harness.foreign.simulation import ForeignSimulation  # both need scenarios
+        from harness.sim.simulation import Simulation
+        return ForeignSimulation(self) if self.impl else Simulation(self)
 
     @contextmanager
     def applied(self) -> Iterator[None]:

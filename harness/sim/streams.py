@@ -67,19 +67,19 @@ class Device:
         self._kernel = kernel
         self._name = f"rank{rank}/device"
         self._queue: deque[StreamWork] = deque()
-        self._last: StreamWork | None = None
+        self.last: StreamWork | None = None
         kernel.spawn(self._name, self._serve, daemon=True)
 
     def send(self, channel: Channel, tensors: Sequence[torch.Tensor]) -> StreamWork:
         refuse_strided(tensors)
-        work = self._last = StreamWork(channel, tensors, self._kernel.christen())
+        work = self.last = StreamWork(channel, tensors, self._kernel.christen())
         self._kernel.touch((work.thing, "queued"), "set")
         self._queue.append(work)
         return work
 
     def synchronize(self, channel: Channel) -> StreamWork:
         """Everything enqueued so far."""
-        return self._last or StreamWork(channel, (), self._kernel.christen(), done=True, upto=len(channel.frames))
+        return self.last or StreamWork(channel, (), self._kernel.christen(), done=True, upto=len(channel.frames))
 
     def _serve(self) -> None:
         while True:

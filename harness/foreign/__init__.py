@@ -1,0 +1,1 @@
+"""Other people's `UpdateWeightFromDistributed`, unmodified, in the simulator. See docs/test-your-implementation.md."""
