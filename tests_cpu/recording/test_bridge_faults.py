@@ -14,7 +14,7 @@ from harness.recording.bridge import StubBridge, bridge
 from harness.recording.job import MakeExporter, RecordingJob
 from harness.recording.log import assert_story, calls
 from harness.recording.model import StubUnit, Table, small_table, write_checkpoint
-from harness.recording.world import RankContext
+from harness.recording.world import RankContext, RunResult
 from staged_sync.errors import ConfigurationError
 from staged_sync.exporter import TensorMeta
 from tests_cpu.recording.failing import (
@@ -27,6 +27,7 @@ from tests_cpu.recording.failing import (
     problems_of_engines_at_rest,
     problems_of_recovery,
 )
+from tests_cpu.recording.test_rank_faults import absorbed, fail_everywhere, has_just_been_agreed
 
 COLLECTIVE = bridge("pipeline_collective")
 UNCOUPLED = bridge("pipeline_collective", ())
@@ -174,6 +175,30 @@ def test_a_rank_that_dies_in_the_export_ends_every_other_rank_in_time() -> None:
         run.connect().check()
         result = run.update()
         assert_none(problems_after(run, result, "", limit_s=60 + PHASE_S + 2 * GRACE_S))
+
+
+BOTH = {"pipeline_collective": COLLECTIVE, "stage_local": bridge("stage_local", ("tp",))}
+
+
+@pytest.mark.parametrize("contract", BOTH)
+def test_a_rank_that_raises_anywhere_is_heard_everywhere_and_the_next_update_is_exact(contract: str) -> None:
+    def judge(run: RecordingJob, result: RunResult, text: str) -> list[str]:
+        if absorbed(text) or has_just_been_agreed(text):
+            return []
+        found = problems_after(run, result, "injected: rank", limit_s=60 + PHASE_S + 2 * GRACE_S)
+        return found + ([] if run.world.lost_a_gather_group else problems_of_recovery(run))
+
+    assert_none(fail_everywhere(lambda run, rank, event, nth: run.world.faults.fail_at(rank=rank, event=event, nth=nth),
+                                judge, pp=2, expert=0, make_exporter=BOTH[contract]))
+
+
+@pytest.mark.parametrize("contract", BOTH)
+def test_a_rank_that_dies_anywhere_ends_every_other_rank_in_time(contract: str) -> None:
+    def judge(run: RecordingJob, result: RunResult, text: str) -> list[str]:
+        return [] if has_just_been_agreed(text) else problems_after(run, result, "", limit_s=60 + 2 * PHASE_S + 2 * GRACE_S)
+
+    assert_none(fail_everywhere(lambda run, rank, event, nth: run.world.faults.rank_dies(rank=rank, event=event, nth=nth),
+                                judge, pp=2, expert=0, make_exporter=BOTH[contract]))
 
 
 # --- in step --------------------------------------------------------------------------------------------------------------
