@@ -24,7 +24,6 @@ from staged_sync.plan import (
 )
 from staged_sync.seam import Coordinates
 
-
 EXPORTS: dict[str, tuple[Contract, tuple[Part, ...]]] = {
     "raw": ("stage_local", RAW_PASSES),
     "bridge": ("pipeline_collective", ITERATED_PASS["pipeline_collective"]),

@@ -62,11 +62,11 @@ class Stage:
         sends = self._link.topology.role(self._rank.number, part.stage, part.part) is Role.SOURCE
         try:
             units = self._link.exporter.units(part.part)
-            if sends and units and not self._failure:
-                self._begin()
         except Exception as error:
             self._failure.keep(error)
             return  # without its units this rank cannot join any gather: the peers' own deadline applies
+        if sends and units:
+            self._try(self._begin)
         try:
             self._export(units, sends, in_step=part.part == "model")
         except GatherError as error:
@@ -77,28 +77,34 @@ class Stage:
 
     def _export(self, units: Iterable[Any], sends: bool, *, in_step: bool) -> None:
         """Gather every unit; the source sends a bucket whenever one is full. `in_step`: all ranks then wait for it."""
-        exporter, limit = self._link.exporter, self._rank.settings.bucket_bytes
+        limit = self._rank.settings.bucket_bytes
         buckets, pace = Bucketer(limit), Pace(limit)
         for unit in units:
             gathered = self._gather(unit)
             if in_step and pace.turns(gathered.nbytes):
                 if sends:
-                    self._try(lambda: self._send_bucket(buckets.flush()))
+                    self._try(self._send_rest, buckets)
                 self._keep_pace(pace.turn)
             if sends:
-                self._try(lambda unit=unit, gathered=gathered: self._send_bucket(  # type: ignore[misc]
-                    buckets.add(exporter.convert(unit, gathered))))
+                self._try(self._convert, buckets, unit, gathered)
+            del gathered  # or it would still be there while the next unit, as large perhaps, is gathered
         if sends:
-            self._try(lambda: self._send_bucket(buckets.flush()))
+            self._try(self._send_rest, buckets)
 
-    def _try(self, function: Callable[[], None]) -> None:
+    def _try(self, function: Callable[..., None], *arguments: Any) -> None:
         """Do something local unless this rank has failed; what it raises is kept for the next barrier."""
         if self._failure:
             return
         try:
-            function()
+            function(*arguments)
         except Exception as error:
             self._failure.keep(error)
+
+    def _convert(self, buckets: Bucketer, unit: Any, gathered: Any) -> None:
+        self._send_bucket(buckets.add(self._link.exporter.convert(unit, gathered)))
+
+    def _send_rest(self, buckets: Bucketer) -> None:
+        self._send_bucket(buckets.flush())
 
     def _begin(self) -> None:
         if self._rank.source.group is None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,17 @@ def test_a_bucket_that_fails_ends_the_export_on_all_ranks_before_the_next_one() 
         assert_none(problems_of_engines_at_rest(run) + problems_of_recovery(run))
 
 
+def test_a_group_that_cannot_be_opened_anew_after_a_failure_does_not_leave_the_others_in_the_export() -> None:
+    faults = (Faults().engine_error(engine=0, method="update_weights_from_distributed")
+              .engine_error(engine=0, method="init_weights_update_group", nth=1))
+    with job(faults, tp=2) as run:
+        run.connect().check()
+        run.update()
+        result = run.update()
+        assert_none(problems_after(run, result, "rollout engine 0 failed in init_weights_update_group", limit_s=GRACE_S))
+        assert_none(problems_of_recovery(run))
+
+
 @pytest.mark.parametrize("rank", [0, 1, 3])
 def test_an_iterator_that_raises_on_one_rank_is_heard_when_the_trainers_group_gives_up(rank: int) -> None:
     """Its peers are inside the export's next collective, which only the trainer's own group bounds (60 s here)."""
@@ -232,6 +244,33 @@ def test_ranks_that_yield_different_things_are_told_apart_at_once() -> None:
         assert_none(problems_after(run, result, cause, limit_s=0))
         stub(run, 1).change = list
         assert_none(problems_of_recovery(run))
+
+
+def test_no_rank_holds_an_item_while_the_next_one_is_made() -> None:
+    """Not the source either: what it sends is its own copy."""
+    alive: list[weakref.ref[torch.Tensor]] = []
+    held: list[str] = []
+
+    def watched(exporter: StubBridge) -> Callable[[], Iterator[tuple[str, torch.Tensor]]]:
+        def begin() -> Iterator[tuple[str, torch.Tensor]]:
+            mine: list[weakref.ref[torch.Tensor]] = []
+            for name, tensor in exporter._begin():
+                held.extend(f"an item is held when {name} comes" for ref in mine if ref() is not None)
+                copy = tensor.clone()
+                mine.append(weakref.ref(copy))
+                yield name, copy
+                del copy
+            alive.extend(mine)
+        return begin
+
+    with job(tp=2) as run:
+        run.connect().check()
+        for rank in range(4):
+            object.__setattr__(stub(run, rank)._export, "begin", watched(stub(run, rank)))
+        run.update().check()
+        assert_none(held)
+        assert len(alive) == 16 and not any(ref() is not None for ref in alive)
+        assert run.differences() == []
 
 
 # --- completeness ---------------------------------------------------------------------------------------------------------
