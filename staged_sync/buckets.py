@@ -35,5 +35,23 @@ class Bucketer:
         return bucket
 
 
+class Pace:
+    """Counts the bytes of an export that several ranks iterate, so that all of them turn to the next bucket at the same item."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.turn = 0
+        """Buckets that are behind us."""
+        self._limit_bytes = limit_bytes
+        self._bytes = 0
+
+    def turns(self, size: int) -> bool:
+        """Count the next item; True where it no longer fits into the bucket so far, and begins the next one. The end of the
+        export, which has no bytes, begins none."""
+        turned = self._bytes > 0 and size > 0 and self._bytes + size > self._limit_bytes
+        self._bytes = size if turned else self._bytes + size
+        self.turn += turned
+        return turned
+
+
 def nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()

@@ -83,11 +83,11 @@ def mode_problems(args: Any, quantization_config: Any) -> list[str]:
     """What this version cannot do, said before anything is tried."""
     problems = []
     mode = getattr(args, "megatron_to_hf_mode", "raw")
-    if mode == "bridge":
-        problems.append("megatron_to_hf_mode must be 'raw' (got 'bridge'): bridge export is not supported yet; "
-                        "set --megatron-to-hf-mode raw")
-    elif mode != "raw":
-        problems.append(f"megatron_to_hf_mode must be 'raw' (got {mode!r})")
+    if mode not in ("raw", "bridge"):
+        problems.append(f"megatron_to_hf_mode must be 'raw' or 'bridge' (got {mode!r})")
+    if mode == "bridge" and quantization_config:
+        problems.append("megatron_to_hf_mode must be 'raw' for a quantised rollout (got 'bridge'): what a bridge yields is not "
+                        "quantised yet; set --megatron-to-hf-mode raw")
     return problems + (quantisation_problems(quantization_config) if quantization_config else [])
 
 

@@ -19,8 +19,8 @@ from staged_sync.control import Control, Deadline, Status
 from staged_sync.engines.info import EngineInfo
 from staged_sync.errors import CompletenessError, ConfigurationError, TransportError, bullets
 from staged_sync.exporter import Exporter, Part, TensorMeta
-from staged_sync.peers import PARTS, gather_problems
-from staged_sync.plan import Step, Topology, TopologyError, is_source, plan_update
+from staged_sync.peers import gather_problems
+from staged_sync.plan import Step, Topology, TopologyError, is_source, keeps_its_group, plan_update, sends
 from staged_sync.seam import Coordinates, Seam, Wire
 from staged_sync.session import Fleet
 from staged_sync.trace import Trace
@@ -38,6 +38,10 @@ class Connection:
     """By stage: what its source said it will send."""
     wire: Wire
     plan: tuple[Step, ...]
+
+    @property
+    def keeps_its_group(self) -> bool:
+        return keeps_its_group(self.topology.pp, self.exporter.contract)
 
 
 @dataclass(frozen=True)
@@ -70,10 +74,9 @@ def look_around(seam: Seam, checkpoint: Any, make_exporter: Callable[[Mapping[st
     try:
         exporter = make_exporter(index or None)
         found += exporter.problems()
-        if is_source(me) and not found:
-            announces = exporter.describe()
         if not found:
-            gathers = {part: exporter.gathers(part) for part in PARTS}
+            announces = exporter.describe() if sends(me, exporter.contract) else ()
+            gathers = {part: exporter.gathers(part) for part in exporter.passes}
     except Exception as error:
         found.append(f"the exporter cannot be built: {type(error).__name__}: {error}")
     return Local(exporter, index, announces, gathers, found)
@@ -91,7 +94,7 @@ def negotiate(seam: Seam, trace: Trace, control: Control, settings: Settings, lo
         announced = tuple(_metas(statuses[rank].data["announces"]) for rank in topology.sources)
     except TopologyError as error:
         raise ConfigurationError([str(error)]) from error
-    if problems := gather_problems(topology, [status.data["gathers"] for status in statuses]):
+    if problems := _contract_problems(statuses) or gather_problems(topology, [status.data["gathers"] for status in statuses]):
         raise ConfigurationError(problems)
     wire = Wire(seam.backend, settings.packed, settings.packed_buffer_bytes)
 
@@ -108,12 +111,14 @@ def negotiate(seam: Seam, trace: Trace, control: Control, settings: Settings, lo
         raise CompletenessError(bullets("what the stages export is not what the HF checkpoint names:", agreed["coverage"]))
     fleet = Fleet(tuple(engines), tuple(counts), lock, tuple(agreed["packed_in_init"]))
     empty = {stage for stage, metas in enumerate(announced) if not metas}
-    return Connection(fleet, topology, local.exporter, announced, wire, plan_update(topology.pp, empty_stages=empty))
+    plan = plan_update(topology.pp, contract=local.exporter.contract, passes=local.exporter.passes, empty_stages=empty)
+    return Connection(fleet, topology, local.exporter, announced, wire, plan)
 
 
 def _introduce(seam: Seam, local: Local) -> dict[str, Any]:
     return {"coordinates": astuple(seam.coordinates()), "problems": list(local.problems),
             "gathers": dict(local.gathers),
+            "contract": [local.exporter.contract, *local.exporter.passes] if local.exporter is not None else [],
             "announces": [[m.name, str(m.dtype).removeprefix("torch."), list(m.shape)] for m in local.announces]}
 
 
@@ -129,6 +134,17 @@ def _raise_problems(statuses: Sequence[Status]) -> None:
             said.setdefault(problem, []).append(rank)
     if said:
         raise ConfigurationError([f"{problem} [{_ranks(ranks, len(statuses))}]" for problem, ranks in said.items()])
+
+
+def _contract_problems(statuses: Sequence[Status]) -> list[str]:
+    """All ranks must follow one plan, so they must export under one contract and in the same passes."""
+    contracts: dict[str, list[int]] = {}
+    for rank, status in enumerate(statuses):
+        contracts.setdefault(" ".join(status.data["contract"]), []).append(rank)
+    if len(contracts) == 1:
+        return []
+    kinds = "; ".join(f"{contract} on {_ranks(ranks, len(statuses))}" for contract, ranks in contracts.items())
+    return [f"the exporters' contract and passes must be the same on all ranks (got {kinds}): give every rank the same exporter"]
 
 
 def _ranks(ranks: Sequence[int], world_size: int) -> str:

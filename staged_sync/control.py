@@ -89,14 +89,23 @@ class Control:
 
     def barrier(self, label: str, status: Status, *, timeout_s: float) -> list[Status]:
         """Meet all ranks; every rank's status by rank. Raises `RanksAbsent` with one text on all ranks."""
+        with self._trace.waiting("barrier", detail=label):
+            return self._exchange(label, status, timeout_s)
+
+    def keep_pace(self, label: str, status: Status, *, timeout_s: float) -> list[Status]:
+        """As `barrier`, inside one pass: how often depends on the bytes that are exported, so it is no step of the plan and no
+        event of the trace."""
+        with self._trace.waits_for(label):
+            return self._exchange(label, status, timeout_s)
+
+    def _exchange(self, label: str, status: Status, timeout_s: float) -> list[Status]:
         if self._group is None:
             raise RanksAbsent(f"status barrier '{label}': the control group is closed after an earlier failure; it is "
                               f"reopened by the next update_weights() or connect_rollout_engines()", None)
-        with self._trace.waiting("barrier", detail=label):
-            try:
-                payloads = self._group.exchange(status.encode(), timeout_s=timeout_s)
-            except RanksAbsent as error:
-                raise self._broken(error, label) from error
+        try:
+            payloads = self._group.exchange(status.encode(), timeout_s=timeout_s)
+        except RanksAbsent as error:
+            raise self._broken(error, label) from error
         return [Status.decode(payload) for payload in payloads]
 
     def give_up(self, reason: str) -> None:

@@ -8,12 +8,13 @@ The lifecycle (update_weight.py) drives it unit by unit and keeps collectives ap
             bucket, send: exporter.convert(unit, gathered)  # local: may raise without breaking a peer
 
 so that after a failure a source can *drain*: go on gathering, converting and sending nothing, until the next status barrier.
+An exporter whose export is an iterator has one unit per item: to gather it is to take the next item.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -22,8 +23,17 @@ import torch
 Contract = Literal["stage_local", "pipeline_collective"]
 """`stage_local`: a stage can export alone. `pipeline_collective`: every PP rank must iterate, or the others hang."""
 
-Part = Literal["dense", "expert"]
-"""The two passes of a stage: dense gathers in the TP group; expert in the expert-TP and EP groups."""
+Part = Literal["dense", "expert", "stage", "model"]
+"""What one pass covers, and who joins it.
+
+dense, expert   the two passes of a raw export: dense gathers in the TP group; expert in the expert-TP and EP groups
+stage           all of a stage in one pass, joined by every rank of the stage
+model           everything in one pass, joined by every trainer rank; the source of stage 0 sends
+"""
+
+RAW_PASSES: tuple[Part, ...] = ("dense", "expert")
+ITERATED_PASS: dict[Contract, tuple[Part, ...]] = {"stage_local": ("stage",), "pipeline_collective": ("model",)}
+"""The one pass of an export that is an iterator, by contract."""
 
 NamedTensor: TypeAlias = tuple[str, torch.Tensor]
 """HF name and full (unsharded) tensor."""
@@ -52,6 +62,8 @@ class Unit(Protocol):
 
 class Exporter(Protocol):
     contract: Contract
+    passes: tuple[Part, ...]
+    """The passes of a stage, in order; `("model",)` if and only if the contract is `pipeline_collective`."""
 
     def problems(self) -> list[str]:
         """Everything in this rank's model that cannot be exported, as full sentences; empty if none. Local, no communication."""
@@ -59,11 +71,15 @@ class Exporter(Protocol):
     def describe(self) -> list[TensorMeta]:
         """What this rank's stage will send, in sending order, from parameter metadata alone: no communication, no bytes.
 
-        Called on sources only. dtype and shape are exactly those of the tensors that `convert` will return.
+        Called on ranks that will send only. dtype and shape are exactly those of the tensors that `convert` will return.
         """
 
-    def units(self, part: Part) -> Sequence[Unit]:
-        """The steps of one pass: same labels, order and number on every gather peer of the pass. Local."""
+    def units(self, part: Part) -> Iterable[Unit]:
+        """The steps of one pass: same labels, order and number on every gather peer of the pass. Local.
+
+        Where the number is not known before (an iterator), a generator that ends with the export. It is closed by whoever
+        drives it, also in the middle.
+        """
 
     def gathers(self, part: Part) -> list[str]:
         """What this rank brings into the gathers of one pass, in few lines: equal on all gather peers of the pass, or they would
@@ -74,7 +90,8 @@ class Exporter(Protocol):
         lm_head, rotary buffers)."""
 
     def gather(self, unit: Any, *, timeout_s: float) -> Any:
-        """Join the collective(s) of `unit`; returns what `convert` needs.
+        """Join the collective(s) of `unit`; returns what `convert` needs. In a `model` pass that has `nbytes`, the same on
+        every rank: ranks keep pace with the source by it.
 
         Raises `GatherError` once the collective has been entered and failed: the group is lost for this update. Any other
         exception means that the collective was *not* entered; the lifecycle then calls `gather` for the same unit again to

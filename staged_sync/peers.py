@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from staged_sync.exporter import Part
 from staged_sync.plan import Role, Topology
 
-PARTS: tuple[Part, ...] = ("dense", "expert")
-
 SHOWN = 5
 """How many differing lines of one rank are quoted."""
 
@@ -18,7 +16,9 @@ def gather_problems(topology: Topology, gathers: Sequence[Mapping[Part, Sequence
     stage, pass and kind of difference, naming the ranks and what differs; empty if all agree."""
     problems = []
     for stage, source in enumerate(topology.sources):
-        for part in PARTS:
+        for part in gathers[source]:
+            if part == "model" and stage > 0:
+                continue  # one pass of all ranks, counted as stage 0's
             expected = tuple(gathers[source].get(part, ()))
             others: dict[tuple[str, ...], list[int]] = {}
             for rank, lines in enumerate(gathers):

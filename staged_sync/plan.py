@@ -1,7 +1,7 @@
 """Who sends what, when, with how many barriers; pure.
 
-(topology, strategy) -> a tuple of frozen steps. The lifecycle executes it, the simulator explores it, tests compare it with
-`==`. Nothing here talks to anybody.
+(topology, contract of the exporter) -> a tuple of frozen steps. The lifecycle executes it, the simulator explores it, tests
+compare it with `==`. Nothing here talks to anybody.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from enum import Enum
 from functools import cached_property
 from typing import Literal, TypeAlias
 
-from staged_sync.exporter import Part
+from staged_sync.exporter import RAW_PASSES, Contract, Part
 from staged_sync.seam import Coordinates
 
 
@@ -55,16 +55,16 @@ class Topology:
         """What `rank` does while `stage` sends `part`.
 
         Dense: the source's TP group. Expert: its expert-TP and EP groups, that is, every rank of the stage that shares its
-        expert-data-parallel rank; they span DP and CP (megatron/core/parallel_state.py, expert rank generator).
+        expert-data-parallel rank; they span DP and CP (megatron/core/parallel_state.py, expert rank generator). Stage: every
+        rank of it, since nobody knows in which groups a foreign exporter gathers. Model: every rank there is.
         """
-        c = self.coordinates[rank]
-        if c.pp != stage:
-            return Role.INACTIVE
-        if is_source(c):
+        c, source = self.coordinates[rank], self.coordinates[self.sources[stage]]
+        if rank == source.rank:
             return Role.SOURCE
-        source = self.coordinates[self.sources[stage]]
-        gathers = c.dp == source.dp if part == "dense" else c.edp == source.edp
-        return Role.GATHER_PEER if gathers else Role.INACTIVE
+        if part == "model":
+            return Role.GATHER_PEER
+        joins = {"dense": c.dp == source.dp, "expert": c.edp == source.edp, "stage": True}[part]
+        return Role.GATHER_PEER if c.pp == stage and joins else Role.INACTIVE
 
     def check(self) -> None:
         """Raise `TopologyError` where ranks, sizes or sources do not fit together."""
@@ -72,12 +72,22 @@ class Topology:
             if c.rank != rank or c.pp_size != self.pp:
                 raise TopologyError(f"rank {rank} reports itself as rank {c.rank} of {c.pp_size} stages; rank 0 sees "
                                     f"{self.pp} stages and {len(self.coordinates)} ranks")
-        if self.pp == 1 and self.sources[0] != self.LEAD:
-            raise TopologyError(f"the source of the only stage must be rank {self.LEAD}, got rank {self.sources[0]}")
+        if self.sources[0] != self.LEAD:
+            raise TopologyError(f"the source of stage 0 must be rank {self.LEAD}, got rank {self.sources[0]}")
 
 
 def is_source(c: Coordinates) -> bool:
     return c.dp == 0 and c.tp == 0
+
+
+def sends(c: Coordinates, contract: Contract) -> bool:
+    """Whether this rank sends at all: every stage's source, or that of stage 0 alone where all ranks export together."""
+    return is_source(c) and (contract == "stage_local" or c.pp == 0)
+
+
+def keeps_its_group(pp: int, contract: Contract) -> bool:
+    """Whether one source sends everything, over a transfer group that is opened at connect and kept."""
+    return pp == 1 or contract == "pipeline_collective"
 
 
 # --- the steps ----------------------------------------------------------------------------------------------------------
@@ -110,7 +120,7 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """The source and its gather peers export one part of `stage`; the source sends it."""
+    """The source of `stage` and its gather peers export one part together; the source sends it."""
 
     stage: int
     part: Part
@@ -133,29 +143,40 @@ class Close:
 Step: TypeAlias = Lead | Barrier | Open | Send | Synchronize | Close
 
 
-def plan_update(pp: int, *, empty_stages: Collection[int] = ()) -> tuple[Step, ...]:
-    """One update with raw export, for all ranks (see `takes_part` for who does what).
+def plan_update(pp: int, *, contract: Contract = "stage_local", passes: Sequence[Part] = RAW_PASSES,
+                empty_stages: Collection[int] = ()) -> tuple[Step, ...]:
+    """One update, for all ranks (see `takes_part` for who does what).
 
-    pp = 1 uses the persistent group opened at connect; pp > 1 is staged. Send-phase barriers: 2 for pp = 1, 4·pp staged; five
-    more around it. A stage without tensors opens no group and joins every barrier.
+    pp = 1 and pipeline-collective exports use the persistent group opened at connect; else stages take turns. Send-phase
+    barriers: one after each pass, and two more a stage where stages take turns: raw 2 (pp = 1) or 4·pp, bridge 1 (pp = 1 or
+    collective) or 3·pp. Five more around it. A stage without tensors opens no group and joins every barrier.
     """
-    send = _single_source() if pp == 1 else [step for s in range(pp) for step in _staged(s, s in empty_stages)]
+    send = _single_source(passes) if keeps_its_group(pp, contract) else \
+        [step for stage in range(pp) for step in _staged(stage, passes, stage in empty_stages)]
     return (Lead("pause"), Lead("flush"), Barrier("paused"), Lead("start"), Barrier("started"), *send,
             Lead("finish"), Barrier("finished"), Lead("publish"), Barrier("published"), Lead("resume"), Barrier("resumed"))
 
 
-def _single_source() -> list[Step]:
+def _single_source(passes: Sequence[Part]) -> list[Step]:
     # The device is synchronized after the last barrier, as in vime: the source is the lead, so it cannot finish earlier.
-    return [Send(0, "dense"), Barrier("stage 0 dense", 0), Send(0, "expert"), Barrier("stage 0 expert", 0, reports=True),
-            Synchronize(0)]
+    return [*_passes(0, passes, reports=True), Synchronize(0)]
 
 
-def _staged(stage: int, empty: bool) -> list[Step]:
+def _staged(stage: int, passes: Sequence[Part], empty: bool) -> list[Step]:
     opened: list[Step] = [] if empty else [Open(stage)]
     closed: list[Step] = [] if empty else [Synchronize(stage), Close(stage)]
-    return [*opened, Barrier(f"stage {stage} open", stage), Send(stage, "dense"), Barrier(f"stage {stage} dense", stage),
-            Send(stage, "expert"), Barrier(f"stage {stage} expert", stage), *closed,
+    return [*opened, Barrier(f"stage {stage} open", stage), *_passes(stage, passes, reports=False), *closed,
             Barrier(f"stage {stage} closed", stage, reports=True)]
+
+
+def _passes(stage: int, passes: Sequence[Part], *, reports: bool) -> list[Step]:
+    """Each pass and the barrier after it; the last one carries the report where `reports`."""
+    return [step for i, part in enumerate(passes)
+            for step in (Send(stage, part), Barrier(_met_after(stage, part), stage, reports=reports and i == len(passes) - 1))]
+
+
+def _met_after(stage: int, part: Part) -> str:
+    return {"model": "model exported", "stage": f"stage {stage} exported"}.get(part, f"stage {stage} {part}")
 
 
 def takes_part(step: Step, topology: Topology, rank: int) -> bool:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 from tqdm import tqdm
 
-from staged_sync.buckets import Bucketer, nbytes
+from staged_sync.buckets import Bucketer, Pace, nbytes
 from staged_sync.completeness import SentRecord, StageReport
 from staged_sync.connect import Connection
 from staged_sync.control import Deadline
@@ -19,16 +19,18 @@ from staged_sync.rank import FirstFailure, Rank
 
 class Stage:
     """This rank's share in sending `stage`. `call_deadline` gives the deadline of one call inside the running phase,
-    `phase_left_s` what is left of the phase."""
+    `phase_left_s` what is left of the phase; `keep_pace(turn)` waits until all ranks stand before the same bucket, and raises
+    where one has failed."""
 
-    def __init__(self, number: int, rank: Rank, link: Connection, failure: FirstFailure,
-                 call_deadline: Callable[[], Deadline], phase_left_s: Callable[[], float]) -> None:
+    def __init__(self, number: int, rank: Rank, link: Connection, failure: FirstFailure, call_deadline: Callable[[], Deadline],
+                 phase_left_s: Callable[[], float], keep_pace: Callable[[int], None]) -> None:
         self.number = number
         self._rank = rank
         self._link = link
         self._failure = failure
         self._call_deadline = call_deadline
         self._phase_left_s = phase_left_s
+        self._keep_pace = keep_pace
         self._record = SentRecord(number, link.announced[number])
         self._bucket = 0
         self._bar: Any = None
@@ -53,32 +55,56 @@ class Stage:
             self._bar = None
 
     def send(self, part: Send) -> None:
-        """Join every gather of `part`; on the source, as long as nothing has failed, convert and send. Keeps what fails."""
-        exporter = self._link.exporter
+        """Join every gather of `part`; on the source, as long as nothing has failed, convert and send. Keeps what fails.
+
+        Raises `UpdateFailed` where all ranks iterate together and one of them has failed.
+        """
         sends = self._link.topology.role(self._rank.number, part.stage, part.part) is Role.SOURCE
-        buckets = Bucketer(self._rank.settings.bucket_bytes)
         try:
-            units = exporter.units(part.part)
-            if sends and units and not self._failure:
-                self._begin()
+            units = self._link.exporter.units(part.part)
         except Exception as error:
             self._failure.keep(error)
             return  # without its units this rank cannot join any gather: the peers' own deadline applies
+        if sends and units:
+            self._try(self._begin)
+        try:
+            self._export(units, sends, in_step=part.part == "model")
+        except GatherError as error:
+            self._failure.keep(error)  # the group is lost: going on would only meet peers that have left it
+        finally:
+            if isinstance(units, Generator):
+                units.close()
+
+    def _export(self, units: Iterable[Any], sends: bool, *, in_step: bool) -> None:
+        """Gather every unit; the source sends a bucket whenever one is full. `in_step`: all ranks then wait for it."""
+        limit = self._rank.settings.bucket_bytes
+        buckets, pace = Bucketer(limit), Pace(limit)
         for unit in units:
-            try:
-                gathered = self._gather(unit)
-                if sends and not self._failure:
-                    self._send_bucket(buckets.add(exporter.convert(unit, gathered)))
-            except GatherError as error:
-                self._failure.keep(error)
-                return  # the group is lost: going on would only meet peers that have left it
-            except Exception as error:
-                self._failure.keep(error)
-        if sends and not self._failure:
-            try:
-                self._send_bucket(buckets.flush())
-            except Exception as error:
-                self._failure.keep(error)
+            gathered = self._gather(unit)
+            if in_step and pace.turns(gathered.nbytes):
+                if sends:
+                    self._try(self._send_rest, buckets)
+                self._keep_pace(pace.turn)
+            if sends:
+                self._try(self._convert, buckets, unit, gathered)
+            del gathered  # or it would still be there while the next unit, as large perhaps, is gathered
+        if sends:
+            self._try(self._send_rest, buckets)
+
+    def _try(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Do something local unless this rank has failed; what it raises is kept for the next barrier."""
+        if self._failure:
+            return
+        try:
+            function(*arguments)
+        except Exception as error:
+            self._failure.keep(error)
+
+    def _convert(self, buckets: Bucketer, unit: Any, gathered: Any) -> None:
+        self._send_bucket(buckets.add(self._link.exporter.convert(unit, gathered)))
+
+    def _send_rest(self, buckets: Bucketer) -> None:
+        self._send_bucket(buckets.flush())
 
     def _begin(self) -> None:
         if self._rank.source.group is None:

@@ -16,6 +16,7 @@ from staged_sync.connect import Connection
 from staged_sync.control import Deadline, Status
 from staged_sync.errors import Aftermath, CompletenessError, Failure, RanksAbsent, UpdateFailed
 from staged_sync.hang_report import report
+from staged_sync.in_step import TURN, out_of_step, why_absent
 from staged_sync.plan import Barrier, Close, Lead, LeadAction, Open, Send, Step, Synchronize, takes_part
 from staged_sync.rank import FirstFailure, Rank
 from staged_sync.session import Session
@@ -46,7 +47,7 @@ class Update:
         self._phase: tuple[str, int | None] = ("", None)
         stage = rank.seam.coordinates().pp
         self._stage = Stage(stage, rank, link, self._failure, self._call_deadline,
-                            lambda: self._phase_deadline.left_s(rank.seam.now()))
+                            lambda: self._phase_deadline.left_s(rank.seam.now()), self._keep_pace)
         self._is_source = rank.number == link.topology.sources[stage]
         self.reports: list[StageReport] = []
 
@@ -141,17 +142,31 @@ class Update:
         data: dict[str, Any] = {}
         if step.reports and self._is_source and step.stage == self._stage.number and not self._failure:
             data = {"report": self._stage.report().to_json()}
+        statuses = self._agree(self._rank.control.barrier, step.label, data, step)
+        if step.reports and step.stage is not None:
+            self._judge(StageReport.from_json(statuses[self._link.topology.sources[step.stage]].data["report"]))
+
+    def _keep_pace(self, turn: int) -> None:
+        """Between two buckets of an export that all ranks iterate: nobody goes on before the source has sent the last one, so
+        that no collective of the trainer is under way while the source waits for engines. A failure ends the pass here."""
+        self._agree(self._rank.control.keep_pace, f"bucket {turn} of the export", {TURN: turn})
+
+    def _agree(self, exchange: Callable[..., list[Status]], label: str, data: dict[str, Any],
+               step: Barrier | None = None) -> list[Status]:
+        """All ranks' statuses. Aborts, on every rank alike, where one is absent, has failed or stands elsewhere."""
         timeouts = self._rank.settings.timeouts
         timeout_s = min(timeouts.phase_s, self._update_deadline.left_s(self._rank.seam.now())) + timeouts.grace_s
         try:
-            statuses = self._rank.control.barrier(step.label, Status(self._failure.failure, data), timeout_s=timeout_s)
+            statuses = exchange(label, Status(self._failure.failure, data), timeout_s=timeout_s)
         except RanksAbsent as error:
             report(error, self._rank.seam, self._rank.trace, self._rank.settings.report_folder)
-            self._abort([Failure(None, f"status barrier '{step.label}'", "RanksAbsent", str(error))], error)
-        if failures := [status.failure for status in statuses if status.failure is not None]:
+            why = why_absent(step, error, self._link)
+            own = [] if self._failure.failure is None else [self._failure.failure]  # nobody else will tell what happened here
+            self._abort([*own, Failure(None, f"status barrier '{label}'", "RanksAbsent", f"{error}{why}")], error)
+        failures = [status.failure for status in statuses if status.failure is not None] or out_of_step(statuses)
+        if failures:
             self._abort(failures, None)
-        if step.reports and step.stage is not None:
-            self._judge(StageReport.from_json(statuses[self._link.topology.sources[step.stage]].data["report"]))
+        return statuses
 
     def _judge(self, report: StageReport) -> None:
         """Every rank learns what was sent; the lead decides, and the next barrier carries its verdict."""

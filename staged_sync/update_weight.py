@@ -22,7 +22,7 @@ from staged_sync.control import Control, Status
 from staged_sync.errors import ConfigurationError, Failure, RanksAbsent, UpdateFailed, UpdateInProgress
 from staged_sync.exporter import Exporter, TensorMeta
 from staged_sync.metrics import Metrics
-from staged_sync.plan import Topology, group_name
+from staged_sync.plan import Topology, group_name, sends
 from staged_sync.rank import FirstFailure, Rank, SourceState
 from staged_sync.seam import Seam
 from staged_sync.trace import Trace
@@ -37,13 +37,14 @@ class UpdateWeightFromDistributed:
     """Sends all weights of a Megatron model to vLLM rollout engines on other devices.
 
     `args`: any object with Megatron's and vime's attribute names (docs/configuration.md). `model`: this rank's model chunks.
-    `weights_getter`: serves bridge export only. `seam` and `exporter` replace the real world and the raw export (tests, other
-    exporters).
+    `weights_getter`: serves bridge export only, as does `bridge`: what to export with where `args.megatron_to_hf_mode` is
+    `bridge` (docs/bridge.md); Megatron-Bridge if None, as in vime. `seam` and `exporter` replace the real world and the export
+    (tests, other exporters).
     """
 
     def __init__(self, args: Any, model: Sequence[torch.nn.Module], weights_getter: Callable[[], Mapping[str, Any]] | None,
                  *, model_name: str, quantization_config: Mapping[str, Any] | None, seam: Seam | None = None,
-                 exporter: Exporter | None = None) -> None:
+                 exporter: Exporter | None = None, bridge: Any = None) -> None:
         self.args = args
         self.model = model
         self.weights_getter = weights_getter
@@ -62,6 +63,7 @@ class UpdateWeightFromDistributed:
         trace = Trace(number, seam.now)
         self._rank = Rank(number, seam, trace, Control(seam, trace), Metrics(seam.now), settings, SourceState())
         self._exporter = exporter
+        self._bridge = bridge
         self._link: Connection | None = None
         self._up_to_date: tuple[Any, ...] | None = None  # engines of the last complete update; None before the first
         self._busy = threading.Lock()
@@ -95,8 +97,7 @@ class UpdateWeightFromDistributed:
                                 self._problems + problems)
             self._meet_all("connecting the rollout engines")
             link = self._negotiate(local, rollout_engines, counts, rollout_engine_lock)
-            keep = (self._link is not None and self._link.fleet.same_as(rollout_engines, counts)
-                    and link.topology.pp == 1)
+            keep = self._link is not None and self._link.fleet.same_as(rollout_engines, counts) and link.keeps_its_group
             if not keep:
                 self._leave_group()
             self._link = link
@@ -118,23 +119,28 @@ class UpdateWeightFromDistributed:
     def _make_exporter(self, index: Mapping[str, TensorMeta] | None) -> Exporter:
         if self._exporter is not None:
             return self._exporter
+        if getattr(self.args, "megatron_to_hf_mode", "raw") == "bridge":
+            from staged_sync.megatron.bridge_export import BridgeExporter
+            from staged_sync.megatron.bridges import marked
+            return BridgeExporter(self.args, self.model, marked(self._bridge, self.args, self.model, self.weights_getter),
+                                  seam=self._rank.seam, hf_tensors=index, trace=self._rank.trace)
         from staged_sync.megatron.raw_export import RawExporter  # the model's families, only where they are needed
         return RawExporter(self.args, self.model, model_name=self.model_name, seam=self._rank.seam, hf_tensors=index,
                            trace=self._rank.trace)
 
     def _try_the_way(self, link: Connection) -> None:
-        """Every source makes sure that the engines can dial it; with one pipeline stage it opens the only transfer group now
-        and keeps it. All ranks learn how it went."""
+        """Every rank that will send makes sure that the engines can dial it; where it sends everything it opens the only
+        transfer group now and keeps it. All ranks learn how it went."""
         rank, failure = self._rank, FirstFailure(self._rank)
         timeouts = rank.settings.timeouts
-        stage = rank.seam.coordinates().pp
-        if rank.number == link.topology.sources[stage] and rank.source.group is None:
+        me = rank.seam.coordinates()
+        if sends(me, link.exporter.contract) and rank.source.group is None:
             deadline = rank.deadline(timeouts.call_s, "update_weight_call_timeout")
             try:
-                with rank.trace.at(stage=stage):
+                with rank.trace.at(stage=me.pp):
                     check_reachable(rank.seam, rank.trace, link.fleet, rank.settings, deadline)
-                    if link.topology.pp == 1:
-                        rank.open_group(link.fleet, group_name(stage), link.wire, deadline)
+                    if link.keeps_its_group:
+                        rank.open_group(link.fleet, group_name(me.pp), link.wire, deadline)
             except Exception as error:
                 failure.keep(error)
         statuses = rank.control.barrier("connected", Status(failure.failure), timeout_s=timeouts.phase_s + timeouts.grace_s)

@@ -17,7 +17,7 @@ from harness.world.deadline import Deadline
 from harness.world.devices import DEFAULT_MATRIX, ENGINES, Device, choose, replicas
 from harness.world.job import SyncJob, SyncReport
 from harness.world.nesting import WORLD_GUARD_S, check_nesting
-from harness.world.pool import WorldPool
+from harness.world.pool import BRIDGE_MODULE, HEAVY, WorldPool
 from harness.world.wire import Topology
 from harness.world.world import World
 
@@ -58,7 +58,11 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Every world test has a deadline, and pytest-timeout's is outside it: the report must have time to be made. Where the
     command line names a topology, tests that bring their own do not run; where it names the main job's (one tensor parallel
-    rank), what goes beyond the main job waits for a larger one, so that the first look takes a minute."""
+    rank), what goes beyond the main job waits for a larger one, so that the first look takes a minute. Tests of bridge export
+    need the bridges, so they run alone, with `--export bridge`."""
+    wanted = [item for item in items if (item.get_closest_marker("bridge") is not None) == (config.option.export == "bridge")]
+    config.hook.pytest_deselected(items=[item for item in items if item not in wanted])
+    items[:] = wanted
     if _names_a_topology(config):
         left_out = {"own_world"} | ({"beyond_main_job"} if (config.option.tp or 1) == 1 else set())
         own = [item for item in items if left_out & {marker.name for marker in item.iter_markers()}]
@@ -97,8 +101,9 @@ def _limit_s(item: pytest.Item) -> float:
 
 # --- fixtures -----------------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="session")
-def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorldPool]:
-    pool = WorldPool(root=tmp_path_factory.mktemp("worlds"))
+def worlds(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorldPool]:
+    modules = (*HEAVY, BRIDGE_MODULE) if request.config.option.export == "bridge" else HEAVY
+    pool = WorldPool(modules, root=tmp_path_factory.mktemp("worlds"))
     yield pool
     pool.close()
 
@@ -176,13 +181,13 @@ def own_deadline(request: pytest.FixtureRequest) -> Deadline:
 @pytest.fixture
 def three_updates(request: pytest.FixtureRequest, worlds: WorldPool, checkpoints: Checkpoints,
                   exact: Callable[[SyncReport], SyncReport]) -> ThreeUpdates:
-    """`three_updates(sizes, family, build=…, args=…, **shape)`: a job of its own topology with one engine, and three updates with
-    three steps' weights, each exact; the job and their reports."""
+    """`three_updates(sizes, family, build=…, args=…, export=…, **shape)`: a job of its own topology with one engine, and three
+    updates with three steps' weights, each exact; the job and their reports."""
     def updates(sizes: dict[str, int], family: str, *, build: dict[str, Any] | None = None, args: dict[str, Any] | None = None,
-                **shape: Any) -> tuple[SyncJob, list[SyncReport]]:
+                export: str = "raw", **shape: Any) -> tuple[SyncJob, list[SyncReport]]:
         topology = on_device(request.config, Topology(engines=1, **sizes))
         steps = [checkpoints(family, step, **shape) for step in (0, 1, 2)]
-        job = SyncJob(worlds.get(topology), steps[0], Deadline.after(_limit_s(request.node)), build=build,
+        job = SyncJob(worlds.get(topology), steps[0], Deadline.after(_limit_s(request.node)), build=build, export=export,
                       scenario=request.node.name.removeprefix("test_").replace("_", " "),
                       args={"update_weight_buffer_size": 1 << 18} | (args or {}))
         job.connect()

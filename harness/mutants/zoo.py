@@ -6,11 +6,12 @@ made from this (`python -m harness.mutants.table`).
 
 from __future__ import annotations
 
+from harness.mutants.bridged import BRIDGED
 from harness.mutants.mutant import Mutant
 from harness.mutants.recorded import RECORDED
 from harness.mutants.simulated import SIMULATED
 
-ZOO: tuple[Mutant, ...] = (*SIMULATED, *RECORDED)
+ZOO: tuple[Mutant, ...] = (*SIMULATED, *RECORDED, *BRIDGED)
 
 
 def named(name: str) -> Mutant:

@@ -12,7 +12,7 @@ import torch
 
 from harness.recording.model import StubUnit, Table, values
 from staged_sync.errors import GatherError
-from staged_sync.exporter import Contract, NamedTensor, Part, TensorMeta
+from staged_sync.exporter import RAW_PASSES, Contract, NamedTensor, Part, TensorMeta
 from staged_sync.seam import GatherGroup, Seam
 from staged_sync.trace import Trace
 
@@ -35,6 +35,7 @@ class StubExporter:
     """
 
     contract: Contract = "stage_local"
+    passes: tuple[Part, ...] = RAW_PASSES
 
     def __init__(self, seam: Seam, trace: Trace, table: Table, *, step: Callable[[], int] = lambda: 1,
                  before: Callable[[str, str], None] = lambda step, label: None) -> None:
@@ -43,6 +44,10 @@ class StubExporter:
         self._units = table[seam.coordinates().pp]
         self._step = step
         self.before = before
+
+    def follow(self, trace: Trace) -> None:
+        """Write into the trace of the updater that drives it."""
+        self.trace = trace
 
     def problems(self) -> list[str]:
         return []
@@ -117,6 +122,7 @@ class UntouchableExporter:
     """An exporter of a rank that is inactive all through: it may be asked about its model at connect, nothing else."""
 
     contract: Contract = "stage_local"
+    passes: tuple[Part, ...] = RAW_PASSES
 
     def problems(self) -> list[str]:
         return []

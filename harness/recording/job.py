@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from harness.faults import Faults
 from harness.recording.args import make_args
+from harness.recording.bridge import StubBridge
 from harness.recording.engines import EngineOptions
 from harness.recording.exporter import StubExporter
 from harness.recording.kernel import MAX_STEPS
@@ -96,8 +97,8 @@ class RecordingJob:
         updater = UpdateWeightFromDistributed(self.args, [], None, model_name="stub", quantization_config=None,
                                               seam=context.seam, exporter=exporter)
         updater.trace.events = self.world.events
-        if isinstance(exporter, StubExporter):
-            exporter.trace = updater.trace
+        if isinstance(exporter, (StubExporter, StubBridge)):
+            exporter.follow(updater.trace)
         return updater
 
 

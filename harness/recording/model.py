@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import json
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from safetensors.torch import save_file
@@ -75,7 +76,9 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
             and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)))
 
 
-def write_checkpoint(folder: Path, metas: Iterable[TensorMeta]) -> Path:
-    """An HF checkpoint directory whose header names exactly `metas`: what completeness is checked against."""
+def write_checkpoint(folder: Path, metas: Iterable[TensorMeta], **config: Any) -> Path:
+    """An HF checkpoint directory whose header names exactly `metas`: what completeness is checked against. `config` goes into
+    its config.json."""
+    (folder / "config.json").write_text(json.dumps({"model_type": "a stub", **config}))
     save_file({meta.name: values(meta, 0).clone() for meta in metas}, folder / "model.safetensors")
     return folder

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from staged_sync.seam import Coordinates, GatherGroup
 
@@ -40,8 +41,8 @@ class Layout:
         """The coordinates of every rank."""
         return tuple(self._coordinates(rank) for rank in range(self.world_size))
 
-    def members(self, rank: int, group: GatherGroup) -> tuple[int, ...]:
-        """The ranks of `rank`'s own gather group, by group rank."""
+    def members(self, rank: int, group: GatherGroup | Literal["pp"]) -> tuple[int, ...]:
+        """The ranks of `rank`'s own gather group, or of its pipeline, by group rank."""
         mine = _outside(self.ranks[rank], group)
         return tuple(c.rank for c in self.ranks if _outside(c, group) == mine)
 
@@ -58,12 +59,14 @@ class Layout:
         )
 
 
-def _outside(at: Coordinates, group: GatherGroup) -> tuple[int, ...]:
+def _outside(at: Coordinates, group: str) -> tuple[int, ...]:
     """The coordinates that all members of `group` share."""
     if group == "tp":
         return (at.pp, at.dp)
+    if group == "pp":
+        return (at.tp, at.dp)
     if group == "etp":
         return (at.pp, at.edp, at.ep)
     if group == "ep":
         return (at.pp, at.edp, at.etp)
-    raise ValueError(f"no such gather group: {group!r}; it must be tp, etp or ep")
+    raise ValueError(f"no such gather group: {group!r}; it must be tp, etp, ep or pp")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
 import torch
 
@@ -138,10 +138,10 @@ class RecordingWorld:
             violations=tuple(self.violations[first_violation:]),
             died=[rank for rank, task in tasks.items() if task.died], elapsed_s=self.kernel.now_s - began_s)
 
-    def gather_group(self, rank: int, group: GatherGroup) -> Collective:
+    def gather_group(self, rank: int, group: GatherGroup | Literal["pp"]) -> Collective:
         members = self.layout.members(rank, group)
         name = f"{group}[{','.join(map(str, members))}]"
-        key = (("tp", "etp", "ep").index(group), *members)
+        key = (("tp", "etp", "ep", "pp").index(group), *members)
         return self._gathers.setdefault(key, Collective(self.kernel, name, members))
 
     @property

@@ -52,7 +52,7 @@ class SyncJob:
 
     def __init__(self, world: World, checkpoint: str, deadline: Deadline, *, scenario: str = "main job",
                  engines: int | None = None, args: dict[str, Any] | None = None, backend: str = "gloo",
-                 build: dict[str, Any] | None = None) -> None:
+                 build: dict[str, Any] | None = None, export: str = "raw") -> None:
         self.world = world
         self.deadline = deadline
         self.scenario = scenario
@@ -62,7 +62,7 @@ class SyncJob:
         """What `trainer.update` returned, by update and rank."""
         receivers = list(world.receiver_ranks)[:engines]
         values = world.run(prepare, on=[*world.trainer_ranks, *receivers], deadline=deadline, checkpoint=checkpoint,
-                           args=args or {}, timeout_s=self._join_s, backend=backend, build=build)
+                           args=args or {}, timeout_s=self._join_s, backend=backend, build=build, export=export)
         self.engines = [Engine(rank, target) for rank, target in
                         zip(receivers, values[world.topology.trainers:], strict=True)]
         self.chosen = self.engines
@@ -71,10 +71,10 @@ class SyncJob:
     def _join_s(self) -> float:
         return min(30.0, self.deadline.limit_s / 2)
 
-    def reconfigure(self, checkpoint: str, *, args: dict[str, Any], scenario: str) -> None:
-        """A new model and updater on every trainer rank; the engines stay."""
+    def reconfigure(self, checkpoint: str, *, args: dict[str, Any], scenario: str, **setup: Any) -> None:
+        """A new model and updater on every trainer rank (`setup`: see `trainer.setup`); the engines stay."""
         self.on_trainers("disconnect")
-        self.on_trainers("setup", checkpoint=checkpoint, args=args, timeout_s=self._join_s)
+        self.on_trainers("setup", checkpoint=checkpoint, args=args, timeout_s=self._join_s, **setup)
         self.checkpoint, self.scenario = checkpoint, scenario
 
     def choose(self, engines: Sequence[Engine]) -> None:
@@ -170,12 +170,13 @@ class SyncJob:
 
 
 def prepare(context: RankContext, *, checkpoint: str, args: dict[str, Any], timeout_s: float, backend: str,
-            build: dict[str, Any] | None = None) -> Any:
+            build: dict[str, Any] | None = None, export: Any = "raw") -> Any:
     """Models and engines at the same time, each rank its own; imports only what its side needs."""
     if context.is_trainer:
         from harness.world import trainer
 
-        return trainer.setup(context, checkpoint=checkpoint, args=args, timeout_s=timeout_s, build=build)
+        return trainer.setup(context, checkpoint=checkpoint, args=args, timeout_s=timeout_s, build=build,
+                             export=export)
     from harness.world import receiver
 
     return receiver.prepare(context, checkpoint=checkpoint, backend=backend)

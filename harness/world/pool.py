@@ -20,6 +20,9 @@ RECEIVER_MODULES = ("torch", "vllm.entrypoints.llm", "staged_sync.vllm.gloo_engi
 HEAVY = tuple(dict.fromkeys((*TRAINER_MODULES, *RECEIVER_MODULES, "transformers")))
 """What a host imports before the first fork: ranks must not spend their test's time on imports."""
 
+BRIDGE_MODULE = "harness.world.bridge_imports"
+"""The same for worlds that export through bridges; last, since it comes after Megatron."""
+
 _ANSWER_WITHIN_S = 5.0
 """A cached world that takes longer than this to say that it is there is replaced."""
 

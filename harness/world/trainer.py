@@ -9,7 +9,7 @@ import os
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -20,11 +20,26 @@ from harness.world import planted
 from harness.world.position import PublishedEvents
 from harness.world.rank import RankContext
 from harness.world.rpc import RemoteHandle, Target
+from staged_sync.completeness import read_index
 from staged_sync.live_seam import LiveSeam
+from staged_sync.megatron.bridge_export import MarkedExport
 from staged_sync.update_weight import UpdateWeightFromDistributed
 
 TIMEOUTS = {"update_weight_call_timeout": 15.0, "update_weight_phase_timeout": 25.0, "update_weight_timeout": 45.0}
 """Inside the default deadline of a world test: the library speaks first, the harness' hang report is for what it misses."""
+
+
+Export = Literal["raw", "megatron-bridge", "weights_getter", "mbridge", "mbridge declared stage_local"]
+"""What the updater exports with. weights_getter: Megatron-Bridge, with tensors that are not the model's own. The last one is
+wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exports:
+    """What the updater is given besides the model."""
+
+    bridge: Any = None
+    weights_getter: Any = None
 
 
 @dataclass(slots=True)
@@ -37,18 +52,62 @@ class Trainer:
 
 
 def setup(context: RankContext, *, checkpoint: str, args: dict[str, Any], timeout_s: float,
-          build: dict[str, Any] | None = None) -> None:
+          build: dict[str, Any] | None = None, export: Export = "raw") -> None:
     """Build this rank's share of the model and an updater. May be called again for another checkpoint or other args. `build`:
     how layers are split, see `build_megatron_model`."""
     _join_world(context, timeout_s)
     device = _device(context)
     model = build_megatron_model(checkpoint, device=device, **build or {})
     settings = megatron_args(checkpoint, **TIMEOUTS | args)
+    exports = _exports(export, checkpoint, model)
+    settings.megatron_to_hf_mode = "raw" if export == "raw" else "bridge"
     store = dist.PrefixStore(f"updater/{_count(context, 'updaters')}", context.state["store"])
-    updater = UpdateWeightFromDistributed(settings, model, None, model_name=_family(checkpoint),
-                                          quantization_config=None, seam=LiveSeam(model, store=store))
+    updater = UpdateWeightFromDistributed(settings, model, exports.weights_getter, model_name=_family(checkpoint),
+                                          quantization_config=None, seam=LiveSeam(model, store=store), bridge=exports.bridge)
     updater.trace.events = PublishedEvents(updater.trace, context.position, then=partial(planted.at_event, context))
     context.state["trainer"] = Trainer(checkpoint, model, updater)
+
+
+def _exports(export: Export, checkpoint: str, model: list[torch.nn.Module]) -> Exports:
+    if export == "raw":
+        return Exports()
+    from harness import bridge_cpu
+
+    bridge_cpu.install()
+    if export == "mbridge":
+        return Exports(bridge=bridge_cpu.mbridge_of(checkpoint))
+    if export == "mbridge declared stage_local":
+        bridge = bridge_cpu.mbridge_of(checkpoint)
+        return Exports(bridge=MarkedExport("mbridge, declared stage_local", "stage_local", lambda: bridge.export_weights(model),
+                                           names=lambda: _names_of_stage(checkpoint)))
+    return Exports(weights_getter=KeptWeights(model) if export == "weights_getter" else None)  # Megatron-Bridge, the default
+
+
+def _names_of_stage(checkpoint: str) -> list[str]:
+    """A split that covers the checkpoint: which stage really has what does not matter to who never sends."""
+    from megatron.core import parallel_state as mpu
+
+    stage, stages = mpu.get_pipeline_model_parallel_rank(), mpu.get_pipeline_model_parallel_world_size()
+    return list(read_index(checkpoint))[stage::stages]
+
+
+class KeptWeights:
+    """A `weights_getter` as vime's: this rank's tensors by chunk and name, kept away from the model, which has lost its own."""
+
+    def __init__(self, model: list[torch.nn.Module]) -> None:
+        self._model = model
+        self.take()
+
+    @torch.no_grad()
+    def take(self) -> None:
+        self._kept = {}
+        for chunk, module in enumerate(self._model):
+            for name, parameter in module.named_parameters():
+                self._kept[f"vp_stages.{chunk}.{name.replace('module.', '')}"] = parameter.detach().clone()
+                parameter.fill_(float("nan"))
+
+    def __call__(self) -> dict[str, torch.Tensor]:
+        return self._kept
 
 
 def connect(context: RankContext, *, engines: list[dict[str, Any]], lock: dict[str, Any], counts: list[int] | None) -> None:
@@ -61,6 +120,8 @@ def load(context: RankContext, *, checkpoint: str) -> None:
     """The next optimizer step: every weight of this rank replaced in place."""
     trainer = _trainer(context)
     load_step(trainer.model, checkpoint)
+    if isinstance(kept := trainer.updater.weights_getter, KeptWeights):
+        kept.take()
     trainer.checkpoint = checkpoint
 
 
@@ -119,7 +180,9 @@ def _join_world(context: RankContext, timeout_s: float) -> None:
                             timeout=timedelta(seconds=timeout_s))
     mpu.initialize_model_parallel(
         topology.tp, topology.pp, topology.vpp if topology.vpp > 1 else None, context_parallel_size=topology.cp,
-        expert_model_parallel_size=topology.ep, expert_tensor_parallel_size=topology.etp)
+        expert_model_parallel_size=topology.ep, expert_tensor_parallel_size=topology.etp,
+        # What bounds a collective inside a bridge, which nothing of the library can: the default is half an hour.
+        distributed_timeout_minutes=timeout_s / 60)
 
 
 def _device(context: RankContext) -> torch.device:

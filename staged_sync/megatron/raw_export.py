@@ -11,7 +11,7 @@ from torch import nn
 
 from staged_sync.config import read_settings
 from staged_sync.errors import ConfigurationError
-from staged_sync.exporter import Contract, NamedTensor, Part, TensorMeta
+from staged_sync.exporter import RAW_PASSES, Contract, NamedTensor, Part, TensorMeta
 from staged_sync.megatron.experts import global_number
 from staged_sync.megatron.families import UnknownFamily, find_family
 from staged_sync.megatron.families.common import EMBEDDING, HEAD, Family, expert_of
@@ -42,6 +42,7 @@ class RawExporter:
     """
 
     contract: Contract = "stage_local"
+    passes: tuple[Part, ...] = RAW_PASSES
 
     def __init__(self, args: Any, model: Sequence[nn.Module], *, model_name: str, seam: Seam,
                  hf_tensors: Mapping[str, TensorMeta] | None, trace: Trace | None = None) -> None:

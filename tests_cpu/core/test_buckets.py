@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from staged_sync.buckets import Bucketer
+from staged_sync.buckets import Bucketer, Pace
 from staged_sync.exporter import NamedTensor
 
 
@@ -50,3 +50,12 @@ def test_nothing_is_lost_reordered_or_split_and_no_bucket_is_empty(limit: int, u
         position += len(bucket)
         assert position in ends, "a unit was split over two buckets"
         assert sum(bucket) <= limit or len([one for one in units if one and sum(one) > limit]) > 0
+
+
+@given(st.lists(st.integers(1, 20), max_size=30), st.integers(1, 30))
+def test_ranks_that_only_count_turn_where_the_source_closes_a_bucket(sizes: list[int], limit: int) -> None:
+    bucketer, pace = Bucketer(limit), Pace(limit)
+    closes = [bool(bucketer.add(unit(size))) for size in sizes]
+    assert [pace.turns(size) for size in sizes] == closes
+    assert not pace.turns(0), "the end of the export begins no bucket"
+    assert pace.turn == sum(closes)

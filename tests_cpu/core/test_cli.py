@@ -54,3 +54,21 @@ def test_a_size_of_nothing_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit):
         main(["plan", "--pp", "0"])
     assert "must be at least 1, got 0" in capsys.readouterr().err
+
+
+def test_the_plan_of_a_bridge_is_one_pass_of_all_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", "--pp", "2", "--export", "bridge"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "at connect     rank 0 opens vime-pp_0 and keeps it"
+    assert lines[7:10] == [
+        "send           rank 0 sends the whole model, with gather peers 1",
+        "barrier        all ranks: model exported",
+        "synchronize    rank 0 waits until stage 0 has left its device",
+    ]
+
+
+def test_the_plan_of_a_stage_local_bridge_has_three_barriers_a_stage(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", "--pp", "2", "--export", "stage-local-bridge"])
+    barriers = [line for line in capsys.readouterr().out.splitlines() if line.startswith("barrier") and "stage" in line]
+    assert barriers == [f"barrier        all ranks: stage {stage} {what}" for stage in (0, 1)
+                        for what in ("open", "exported", "closed")]

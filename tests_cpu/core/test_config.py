@@ -63,9 +63,12 @@ def test_wrong_counts_are_named(engines: list[Any], counts: Any, args: dict[str,
     assert len(problems) == 1 and text in problems[0]
 
 
-def test_bridge_export_and_quantised_rollout_are_refused_with_what_to_do() -> None:
-    problems = mode_problems(SimpleNamespace(megatron_to_hf_mode="bridge"), {"quant_method": "awq"})
-    assert "set --megatron-to-hf-mode raw" in problems[0]
+def test_unknown_modes_and_quantised_rollouts_are_refused_with_what_to_do() -> None:
+    problems = mode_problems(SimpleNamespace(megatron_to_hf_mode="other"), {"quant_method": "awq"})
+    assert problems[0] == "megatron_to_hf_mode must be 'raw' or 'bridge' (got 'other')"
     assert "got quant_method 'awq'" in problems[1]
-    assert mode_problems(SimpleNamespace(megatron_to_hf_mode="raw"), None) == []
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    assert "set --megatron-to-hf-mode raw" in mode_problems(SimpleNamespace(megatron_to_hf_mode="bridge"), fp8)[0]
+    for mode in ("raw", "bridge"):
+        assert mode_problems(SimpleNamespace(megatron_to_hf_mode=mode), None) == []
     assert mode_problems(SimpleNamespace(), {}) == []

@@ -51,6 +51,33 @@ def test_an_empty_stage_opens_no_group_and_joins_every_barrier() -> None:
     assert Close(1) not in plan_update(2, empty_stages={1})
 
 
+def test_a_pipeline_collective_export_is_one_pass_and_one_barrier_whatever_the_number_of_stages() -> None:
+    expected = (
+        Lead("pause"), Lead("flush"), Barrier("paused"), Lead("start"), Barrier("started"),
+        Send(0, "model"), Barrier("model exported", 0, reports=True), Synchronize(0),
+        Lead("finish"), Barrier("finished"), Lead("publish"), Barrier("published"), Lead("resume"), Barrier("resumed"))
+    for pp in (1, 2, 8):
+        assert plan_update(pp, contract="pipeline_collective", passes=("model",)) == expected
+
+
+def test_a_stage_local_bridge_takes_turns_with_three_barriers_a_stage() -> None:
+    assert plan_update(2, contract="stage_local", passes=("stage",)) == (
+        Lead("pause"), Lead("flush"), Barrier("paused"), Lead("start"), Barrier("started"),
+        Open(0), Barrier("stage 0 open", 0), Send(0, "stage"), Barrier("stage 0 exported", 0), Synchronize(0), Close(0),
+        Barrier("stage 0 closed", 0, reports=True),
+        Open(1), Barrier("stage 1 open", 1), Send(1, "stage"), Barrier("stage 1 exported", 1), Synchronize(1), Close(1),
+        Barrier("stage 1 closed", 1, reports=True),
+        Lead("finish"), Barrier("finished"), Lead("publish"), Barrier("published"), Lead("resume"), Barrier("resumed"))
+
+
+def test_all_ranks_iterate_a_collective_export_and_those_of_the_stage_a_stage_local_one() -> None:
+    topology = Topology(tuple(Layout(2, 2, 2).ranks))  # tp2·pp2·dp2: stage 0 is ranks 0 to 3
+    model = {rank: topology.role(rank, 0, "model") for rank in range(8)}
+    assert model == {0: Role.SOURCE} | dict.fromkeys(range(1, 8), Role.GATHER_PEER)
+    stage = {rank: topology.role(rank, 1, "stage") for rank in range(8)}
+    assert stage == dict.fromkeys(range(4), Role.INACTIVE) | {4: Role.SOURCE} | dict.fromkeys((5, 6, 7), Role.GATHER_PEER)
+
+
 @pytest.mark.parametrize(("pp", "send_barriers"), [(1, 2), (2, 8), (3, 12), (8, 32), (64, 256)])
 def test_barrier_counts_are_two_for_one_stage_and_four_per_stage_else_with_five_around(pp: int, send_barriers: int) -> None:
     for empty in (set(), {pp - 1}):

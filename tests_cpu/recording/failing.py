@@ -49,7 +49,8 @@ def problems_left_behind(run: RecordingJob, result: RunResult) -> list[str]:
         found += [f"transfer group {channel.name} of rank {channel.source} is still open"
                   for channel in run.world.network.live()]
         found += ["the lock is held"] if run.world.lock.held else []
-    usual = "vime-pp_0" if run.world.layout.pp == 1 else None
+    one_source = run.world.layout.pp == 1 or run.exporters[0].contract == "pipeline_collective"
+    usual = "vime-pp_0" if one_source else None
     found += [f"rank {context.rank} keeps group name {run.updaters[context.rank].group_name}" for context in run.world.contexts
               if context.rank not in result.died and run.updaters[context.rank].group_name not in (usual, None)]
     published = {engine.version for engine in run.world.engines if not engine.dead}

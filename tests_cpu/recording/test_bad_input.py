@@ -48,10 +48,11 @@ def test_counts_that_do_not_fit(counts: list[int], problem: str) -> None:
 
 
 def test_all_problems_of_all_ranks_come_as_one_error() -> None:
-    args = {"megatron_to_hf_mode": "bridge", "update_weight_buffer_size": -1, "update_weight_port_range": "9"}
+    args = {"megatron_to_hf_mode": "fridge", "update_weight_buffer_size": -1, "update_weight_port_range": "9"}
     with RecordingJob(engines=[1], args=args, pp=2) as run:
         text = the_error(run, run.connect(counts=[1, 1]), ConfigurationError)
-    for problem in ("megatron_to_hf_mode must be 'raw' (got 'bridge')", "update_weight_buffer_size must be a positive number",
+    for problem in ("megatron_to_hf_mode must be 'raw' or 'bridge' (got 'fridge')",
+                    "update_weight_buffer_size must be a positive number",
                     "update_weight_port_range must be two ports", "engine_gpu_counts must have one entry per engine"):
         assert problem in text
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ from tests_cpu.recording.failing import (
 LAYOUTS = [{}, {"pp": 2}, {"tp": 2, "pp": 2}]
 
 
-def places(**layout: int) -> list[tuple[int, str, int, str]]:
+def places(**layout: Any) -> list[tuple[int, str, int, str]]:
     """(rank, event, nth, text) of everything a trainer rank does in an update that goes well."""
     with failing_job(Faults(), **layout) as run:
         run.connect().check()
@@ -39,7 +40,7 @@ def places(**layout: int) -> list[tuple[int, str, int, str]]:
 
 
 def fail_everywhere(plant: Callable[[RecordingJob, int, str, int], object], judge: Callable[..., list[str]],
-                    **layout: int) -> list[str]:
+                    **layout: Any) -> list[str]:
     """One job per place: connect, plant, update, judge. Everything that was wrong anywhere."""
     wrong = []
     for rank, event, nth, text in places(**layout):
