@@ -58,6 +58,28 @@ def test_named_groups_serve_two_stages_at_once_but_two_engines_can_be_asked_in_o
     assert deadlocks and all("in join vime-pp_0" in str(d.waits) and "in join vime-pp_1" in str(d.waits) for d in deadlocks)
 
 
+ADAPTER_FILE = """
+from harness.foreign import dist, model
+from harness.foreign.adapter import Adapter
+
+ADAPTER = Adapter(frozenset({"session", "packed"}), replace={
+    "elsewhere.sync.get_gloo_group": dist.gloo_group, "elsewhere.sync.free_port": model.free_port,
+    "elsewhere.sync.hf_tensors": model.named_tensors})
+"""
+
+
+def test_an_implementation_is_taken_unmodified_from_its_own_source_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = tmp_path / "elsewhere"
+    tree.mkdir()
+    (tree / "__init__.py").touch()
+    (tree / "sync.py").write_text((ROOT / "harness/foreign/examples/old_style.py").read_text())
+    (tmp_path / "their_adapter.py").write_text(ADAPTER_FILE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    theirs = Implementation("elsewhere.sync:UpdateWeightFromDistributed", "their_adapter:ADAPTER")
+    assert explore(theirs.world("one stage, packed"), Reduced(), schedules=100).check().complete
+    assert "well" not in explore(theirs.world("two stages"), Uniform(1), schedules=10).outcomes
+
+
 def test_a_rule_that_an_implementation_does_not_claim_is_not_asked_of_it() -> None:
     """`ray.get` without a time-out is a violation of rule 11 for those who declare deadlines."""
     claims = Scenario(impl=f"{EXAMPLES}.old_style:UpdateWeightFromDistributed", adapter="tests_cpu.sim.test_foreign:CLAIMS")
