@@ -6,6 +6,8 @@ the caller can raise all of them (from all ranks) as one `ConfigurationError` be
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -94,7 +96,7 @@ def mode_problems(args: Any, quantization_config: Any) -> list[str]:
 def quantisation_problems(config: Any) -> list[str]:
     """Why a `quantization_config` cannot be served, as sentences; empty if it can: FP8 with a scale per block."""
     method = config.get("quant_method") if isinstance(config, Mapping) else config
-    if method != "fp8":
+    if method != "fp8" or not isinstance(config, Mapping):
         return [f"quantization_config must be fp8 with weight_block_size (got quant_method {method!r}): other quantised rollouts "
                 f"are not supported yet; serve the engines in the checkpoint's own dtype"]
     block = config.get("weight_block_size")
@@ -110,26 +112,32 @@ def engine_counts(args: Any, engines: Sequence[Any], counts: Sequence[int] | Non
     """Workers per engine (engine i starts at group rank `1 + sum(counts[:i])`), and what is wrong with them."""
     if not engines:
         return [], ["rollout_engines must name at least one engine (got none): without engines there is nobody to send to"]
+    twice = [f"{i} and {j}" for j, b in enumerate(engines) for i, a in enumerate(engines[:j]) if a is b or a == b]
+    if twice:
+        return [], [f"rollout_engines must name each engine once (the same one stands at indices {', '.join(twice)})"]
     if counts is None:
         each = getattr(args, "rollout_num_gpus_per_engine", None)
         if not isinstance(each, int) or each < 1:
             return [], [f"args.rollout_num_gpus_per_engine must be a positive int where engine_gpu_counts is not given "
                         f"(got {each!r})"]
         return [each] * len(engines), []
-    counts = list(counts)
+    try:
+        counts = list(counts)
+    except TypeError:
+        return [], [f"engine_gpu_counts must be a list of positive ints (got {counts!r})"]
     if len(counts) != len(engines):
         return [], [f"engine_gpu_counts must have one entry per engine (got {len(counts)} counts {counts} for "
                     f"{len(engines)} engines)"]
     wrong = [f"engine_gpu_counts[{i}] must be a positive int (got {c!r})" for i, c in enumerate(counts)
-             if not isinstance(c, int) or c < 1]
-    return ([] if wrong else counts), wrong
+             if isinstance(c, bool) or not hasattr(c, "__index__") or c < 1]
+    return ([] if wrong else [operator.index(c) for c in counts]), wrong
 
 
 def _number(args: Any, name: str, default: float, problems: list[str]) -> float:
     value = getattr(args, name, None)
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
         problems.append(f"args.{name} must be a positive number (got {value!r})")
         return default
     return value

@@ -7,6 +7,7 @@ on every rank.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from staged_sync.engines.info import EngineInfo
 from staged_sync.errors import CompletenessError, ConfigurationError, TransportError, bullets
 from staged_sync.exporter import Exporter, Part, TensorMeta
 from staged_sync.peers import gather_problems
-from staged_sync.plan import Step, Topology, TopologyError, is_source, keeps_its_group, plan_update, sends
+from staged_sync.plan import Step, Topology, TopologyError, group_name, is_source, keeps_its_group, plan_update, sends
 from staged_sync.seam import Coordinates, Seam, Wire
 from staged_sync.session import Fleet
 from staged_sync.trace import Trace
@@ -38,6 +39,12 @@ class Connection:
     """By stage: what its source said it will send."""
     wire: Wire
     plan: tuple[Step, ...]
+    serial: str
+    """Names this agreement: ranks that hold another one must not update together."""
+    unclean: tuple[int, ...]
+    """Engines that say that a session of somebody else has left something behind."""
+    group_held: bool
+    """Whether no engine says that it holds another group than the persistent one."""
 
     @property
     def keeps_its_group(self) -> bool:
@@ -75,10 +82,12 @@ def look_around(seam: Seam, checkpoint: Any, make_exporter: Callable[[Mapping[st
         exporter = make_exporter(index or None)
         found += exporter.problems()
         if not found:
-            announces = exporter.describe() if sends(me, exporter.contract) else ()
+            announces = list(exporter.describe()) if sends(me, exporter.contract) else ()
+            if wrong := [meta for meta in announces if not isinstance(meta, TensorMeta)]:
+                raise TypeError(f"describe() must give TensorMeta (got {wrong[0]!r})")
             gathers = {part: exporter.gathers(part) for part in exporter.passes}
     except Exception as error:
-        found.append(f"the exporter cannot be built: {type(error).__name__}: {error}")
+        found.append(f"the exporter cannot be built, or cannot say what it exports: {type(error).__name__}: {error}")
     return Local(exporter, index, announces, gathers, found)
 
 
@@ -86,8 +95,14 @@ def negotiate(seam: Seam, trace: Trace, control: Control, settings: Settings, lo
               counts: Sequence[int], lock: Any) -> Connection:
     """Agree with all ranks. Raises `ConfigurationError` or `CompletenessError` with the same text on every rank."""
     timeout_s = settings.timeouts.phase_s + settings.timeouts.grace_s
-    statuses = control.barrier("connect", Status(data=_introduce(seam, local)), timeout_s=timeout_s)
+    wire = Wire(seam.backend, settings.packed, settings.packed_buffer_bytes)
+    mine = _introduce(seam, local) | {
+        "engines": [[seam.identity(engine), count] for engine, count in zip(engines, counts, strict=False)],
+        "wire": list(astuple(wire))}
+    statuses = control.barrier("connect", Status(data=mine), timeout_s=timeout_s)
     _raise_problems(statuses)
+    if problems := _different(statuses):
+        raise ConfigurationError(problems)
     topology = Topology(tuple(Coordinates(*status.data["coordinates"]) for status in statuses))
     try:
         topology.check()
@@ -96,14 +111,15 @@ def negotiate(seam: Seam, trace: Trace, control: Control, settings: Settings, lo
         raise ConfigurationError([str(error)]) from error
     if problems := _contract_problems(statuses) or gather_problems(topology, [status.data["gathers"] for status in statuses]):
         raise ConfigurationError(problems)
-    wire = Wire(seam.backend, settings.packed, settings.packed_buffer_bytes)
-
     verdict: dict[str, Any] = {}
     assert local.exporter is not None  # a rank without exporter has reported a problem, which was raised above
     if seam.coordinates().rank == Topology.LEAD:
-        coverage = coverage_problems(announced, local.index, local.exporter.optional)
-        packed_in_init, problems = _inspect_engines(seam, trace, engines, counts, wire, settings)
-        verdict = {"coverage": coverage, "problems": problems, "packed_in_init": packed_in_init}
+        try:
+            verdict = {"coverage": coverage_problems(announced, local.index, local.exporter.optional),
+                       "serial": secrets.token_hex(8)}
+            verdict |= _inspect_engines(seam, trace, engines, counts, wire, settings)
+        except Exception as error:
+            verdict = {"problems": [f"what was announced cannot be checked: {type(error).__name__}: {error}"]}
     statuses = control.barrier("connect checked", Status(data=verdict), timeout_s=timeout_s)
     _raise_problems(statuses)
     agreed = statuses[Topology.LEAD].data
@@ -112,7 +128,8 @@ def negotiate(seam: Seam, trace: Trace, control: Control, settings: Settings, lo
     fleet = Fleet(tuple(engines), tuple(counts), lock, tuple(agreed["packed_in_init"]))
     empty = {stage for stage, metas in enumerate(announced) if not metas}
     plan = plan_update(topology.pp, contract=local.exporter.contract, passes=local.exporter.passes, empty_stages=empty)
-    return Connection(fleet, topology, local.exporter, announced, wire, plan)
+    return Connection(fleet, topology, local.exporter, announced, wire, plan, agreed["serial"], tuple(agreed["unclean"]),
+                      agreed["group_held"])
 
 
 def _introduce(seam: Seam, local: Local) -> dict[str, Any]:
@@ -136,6 +153,26 @@ def _raise_problems(statuses: Sequence[Status]) -> None:
         raise ConfigurationError([f"{problem} [{_ranks(ranks, len(statuses))}]" for problem, ranks in said.items()])
 
 
+def _different(statuses: Sequence[Status]) -> list[str]:
+    """What must be the same on all ranks and is not: the engines, in order, and the wire."""
+    lead, problems = statuses[Topology.LEAD].data, []
+    for rank, status in enumerate(statuses):
+        if _shown(status.data["engines"], lead["engines"]) != _shown(lead["engines"], status.data["engines"]):
+            problems.append(f"rollout_engines and engine_gpu_counts must be the same, in the same order, on every rank: rank "
+                            f"{rank} has {status.data['engines']}, rank {Topology.LEAD} has {lead['engines']} (identity and "
+                            f"workers of each). Fetch them once and hand them to all ranks")
+        if status.data["wire"] != lead["wire"]:
+            problems.append(f"the wire must be the same on every rank: rank {rank} has {status.data['wire']}, rank "
+                            f"{Topology.LEAD} has {lead['wire']} (backend, packed, bytes of a packed chunk)")
+    return problems
+
+
+def _shown(engines: Sequence[Sequence[Any]], others: Sequence[Sequence[Any]]) -> list[Sequence[Any]]:
+    """`engines`, without identities where one side does not know them."""
+    known = all(identity for identity, _ in [*engines, *others])
+    return [engine if known else engine[1:] for engine in engines]
+
+
 def _contract_problems(statuses: Sequence[Status]) -> list[str]:
     """All ranks must follow one plan, so they must export under one contract and in the same passes."""
     contracts: dict[str, list[int]] = {}
@@ -155,9 +192,9 @@ def _ranks(ranks: Sequence[int], world_size: int) -> str:
 
 
 def _inspect_engines(seam: Seam, trace: Trace, engines: Sequence[Any], counts: Sequence[int], wire: Wire,
-                     settings: Settings) -> tuple[list[bool], list[str]]:
+                     settings: Settings) -> dict[str, Any]:
     """Ask the engines that can tell what they are; compare with what was announced. Plain vime engines are not asked."""
-    packed_in_init, problems = [False] * len(engines), []
+    packed_in_init, problems, unclean, group_held = [False] * len(engines), [], [], True
     asked = [i for i, engine in enumerate(engines) if seam.has_method(engine, "get_weight_transfer_info")]
     deadline = Deadline(seam.now() + settings.timeouts.call_s, "update_weight_call_timeout")
     for i in asked:
@@ -168,6 +205,9 @@ def _inspect_engines(seam: Seam, trace: Trace, engines: Sequence[Any], counts: S
             problems.append(f"rollout engine {i} cannot be asked what it is: {error}")
             continue
         packed_in_init[i] = info.packed_in == "init"
+        group_held = group_held and info.group_name == group_name(0)
+        if info.session_open or not info.weights_complete:
+            unclean.append(i)
         if info.workers != counts[i]:
             problems.append(f"engine_gpu_counts[{i}] must be the number of workers of rollout engine {i} (got {counts[i]}, the "
                             f"engine has {info.workers}): the transfer group would wait for ranks that do not exist")
@@ -180,7 +220,7 @@ def _inspect_engines(seam: Seam, trace: Trace, engines: Sequence[Any], counts: S
             problems.append(f"args.update_weight_packed_buffer_size must be {info.packed_buffer_size_bytes} for rollout engine "
                             f"{i} (got {wire.packed_buffer_size_bytes}): its vLLM cannot be told, and would cut the packed "
                             f"stream elsewhere")
-    return packed_in_init, problems
+    return {"packed_in_init": packed_in_init, "problems": problems, "unclean": unclean, "group_held": group_held}
 
 
 def check_reachable(seam: Seam, trace: Trace, fleet: Fleet, settings: Settings, deadline: Deadline) -> None:

@@ -12,6 +12,9 @@ from staged_sync.plan import Barrier
 TURN = "turn"
 """In a status: how many buckets of the export are behind this rank. Not in that of a status barrier."""
 
+FIRST = "paused"
+"""The first status barrier of an update: ranks compare what they are about to do."""
+
 WRONG_CONTRACT = ("exporter declared stage_local but behaves as pipeline-collective: it waits for ranks of other stages, which "
                   "a stage-local export leaves out. Declare it pipeline_collective (docs/bridge.md)")
 
@@ -27,6 +30,19 @@ def out_of_step(statuses: Sequence[Status]) -> list[Failure]:
                       for turn, ranks in places.items())
     return [Failure(None, "iterating the export", "OutOfStep", f"{shown}. A pipeline-collective exporter must yield the same "
                     f"tensors, in the same order, on every rank (docs/bridge.md)")]
+
+
+def other_connections(statuses: Sequence[Status]) -> list[Failure]:
+    """One failure if ranks come with different connections (a connect that some of them did not see to its end)."""
+    serials: dict[str, list[int]] = {}
+    for rank, status in enumerate(statuses):
+        if "connection" in status.data:
+            serials.setdefault(status.data["connection"], []).append(rank)
+    if len(serials) <= 1:
+        return []
+    shown = "; ".join(f"ranks {ranks}: {serial}" for serial, ranks in serials.items())
+    return [Failure(None, "comparing connections", "OutOfStep", f"ranks hold different connections ({shown}): a "
+                    f"connect_rollout_engines() did not end on all of them. Call it again on every rank")]
 
 
 def why_absent(step: Barrier | None, error: RanksAbsent, link: Connection) -> str:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import functools
 import itertools
 import logging
+import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -53,12 +55,30 @@ class LiveSeam:
     def __init__(self, model: Sequence[torch.nn.Module], *, store: dist.Store | None = None) -> None:
         device = next((p.device for chunk in model for p in chunk.parameters()), torch.device("cpu"))
         self.backend: Literal["gloo", "nccl"] = "nccl" if device.type == "cuda" else "gloo"
-        self._coordinates = _megatron_coordinates()
-        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        # The default store outlives any rank under torchrun (the agent hosts it). Every seam has its own corner of it: a
-        # second updater in the same job must not find the first one's rendezvous. All ranks make theirs in the same order.
-        self._store = dist.PrefixStore(f"{_KEY}/{next(_SEAMS)}",
-                                       store if store is not None else dist.distributed_c10d._get_default_store())
+        self._given_store = store
+
+    @functools.cached_property
+    def _store(self) -> dist.Store:
+        """The corner of the default store that this seam's control groups meet at; the store outlives any rank under torchrun
+        (the agent hosts it).
+
+        Every seam has a corner of its own: a second updater in the same job must not find the first one's rendezvous. Counted
+        when ranks first meet, which all of them do in the same order; a seam that never meets anybody takes no number.
+        """
+        store = self._given_store if self._given_store is not None else dist.distributed_c10d._get_default_store()
+        return dist.PrefixStore(f"{_KEY}/{next(_SEAMS)}", store)
+
+    @functools.cached_property
+    def _rank(self) -> int:
+        return dist.get_rank()
+
+    @functools.cached_property
+    def _world_size(self) -> int:
+        return dist.get_world_size()
+
+    @functools.cached_property
+    def _coordinates(self) -> Coordinates:
+        return _megatron_coordinates()
 
     def coordinates(self) -> Coordinates:
         return self._coordinates
@@ -102,8 +122,11 @@ class LiveSeam:
 
     def broken_control_generation(self) -> int:
         generation = -1
-        while self._store.check([_broken(generation + 1)]):
-            generation += 1
+        try:
+            while self._store.check([_broken(generation + 1)]):
+                generation += 1
+        except dist.DistError as error:
+            raise _store_is_gone(error) from error
         return generation
 
     def report_broken_control(self, generation: int, reason: str) -> str:
@@ -112,14 +135,24 @@ class LiveSeam:
         if self._rank != 0:
             try:
                 self._store.wait([key], timedelta(seconds=VERDICT_S))
-            except dist.DistStoreError:
+            except dist.DistError:
                 logger.warning("the lead did not say why control group %d broke; this rank does", generation)
-        return self._store.compare_set(key, "", reason).decode()
+        try:
+            return self._store.compare_set(key, "", reason).decode()
+        except dist.DistError as error:
+            return f"{reason} (told to nobody: {_store_is_gone(error)})"
 
     # --- engines ----------------------------------------------------------------------------------------------------------
 
     def call(self, target: Any, method: str, /, **kwargs: Any) -> Work[Any]:
         return as_work(getattr(target, method).remote(**kwargs))
+
+    def identity(self, target: Any) -> str:
+        for name in ("_actor_id", "_ray_actor_id"):  # Ray 2.50 and later, and before
+            if (actor := getattr(target, name, None)) is not None and hasattr(actor, "hex"):
+                return str(actor.hex())
+        own = getattr(target, "identity", "")
+        return own if isinstance(own, str) else ""
 
     def has_method(self, target: Any, method: str) -> bool:
         return hasattr(target, method)
@@ -127,7 +160,9 @@ class LiveSeam:
     # --- transfer groups ----------------------------------------------------------------------------------------------------
 
     def listen(self, *, address: str | None, port_range: tuple[int, int] | None) -> rendezvous.Listener:
-        return rendezvous.listen(address or _ray_node_address(), port_range)
+        # The way to where all ranks met is the way to other hosts; the engines' own addresses are not known here.
+        peers = [os.environ["MASTER_ADDR"]] if os.environ.get("MASTER_ADDR") else []
+        return rendezvous.listen(address or _ray_node_address(), port_range, peers)
 
     def open_transfer_group(self, listener: rendezvous.Listener, *, name: str, world_size: int, wire: Wire,
                             timeout_s: float) -> Work[TransferGroup]:
@@ -274,6 +309,16 @@ class _GlooControlGroup:
 
     def _absent(self, timeout_s: float, error: Exception) -> RanksAbsent:
         """Find out who is missing: every rank that is still there signs for the exchange that failed."""
+        try:
+            missing = self._missing()
+        except dist.DistError as gone:
+            return _store_is_gone(gone)
+        who = f"trainer ranks {missing} did not come" if missing else "all ranks are there, but the group broke"
+        return RanksAbsent(f"{who} (waited at most {timeout_s:g} s; gloo says: {_first_line(error)}). Look for an error or a "
+                           f"stack of these ranks", tuple(missing))
+
+
+    def _missing(self) -> list[int]:
         sign = f"failed/{self._exchanges}"
         self._store.set(f"{sign}/{self._rank}", "here")
         missing = [r for r in range(self._world_size) if r != self._rank]
@@ -281,9 +326,12 @@ class _GlooControlGroup:
         while missing and time.monotonic() < end:
             missing = [r for r in missing if not self._store.check([f"{sign}/{r}"])]
             time.sleep(POLL_LAST_S)
-        who = f"trainer ranks {missing} did not come" if missing else "all ranks are there, but the group broke"
-        return RanksAbsent(f"{who} (waited at most {timeout_s:g} s; gloo says: {_first_line(error)}). Look for an error or a "
-                           f"stack of these ranks", tuple(missing))
+        return missing
+
+
+def _store_is_gone(error: Exception) -> RanksAbsent:
+    return RanksAbsent(f"the store that all trainer ranks meet at does not answer ({_first_line(error)}). Without torchrun the "
+                       f"first rank hosts it: look for an error or a stack of rank 0", None)
 
 
 def _tensor(data: bytes) -> torch.Tensor:

@@ -7,15 +7,20 @@ update. Only engines that were paused and not yet started are resumed.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from staged_sync.control import Deadline
+from staged_sync.errors import DeadlineExceeded, EngineError
 from staged_sync.seam import Seam
 from staged_sync.trace import Trace
 from staged_sync.vllm import abandon
 from staged_sync.waiting import Pending, call_engine, settle, wait_all
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -28,9 +33,9 @@ class Fleet:
     packed_in_init: tuple[bool, ...]
     """Per engine: whether `packed` is agreed when the group is opened (vLLM >= 0.29) rather than with each bucket."""
 
-    def same_as(self, engines: Sequence[Any], counts: Sequence[int]) -> bool:
-        """Whether these are the very same engines: identity, not number (a replaced engine is another one)."""
-        return (len(engines) == len(self.engines) and tuple(counts) == self.counts
+    def same_as(self, engines: Sequence[Any], counts: Sequence[int], lock: Any) -> bool:
+        """Whether these are the very same engines and lock: identity, not number (a replaced engine is another one)."""
+        return (len(engines) == len(self.engines) and tuple(counts) == self.counts and (lock is self.lock or lock == self.lock)
                 and all(a is b or a == b for a, b in zip(engines, self.engines, strict=True)))
 
 
@@ -41,19 +46,27 @@ class Session:
         self._seam = seam
         self._trace = trace
         self._fleet = fleet
-        self._paused: set[int] = set()
+        self._paused: dict[int, Any] = {}  # how each engine's pause ended: a value, or an exception
         self.started = False
         """Whether any engine was asked to start: its old weights are out of reach from then on."""
 
     def pause(self, deadline: Deadline, grace_s: float) -> None:
-        self._ask("pause_generation", deadline, grace_s, done=self._paused)
+        self._ask("pause_generation", deadline, grace_s, outcomes=self._paused)
 
     def flush(self, deadline: Deadline, grace_s: float) -> None:
         self._ask("flush_cache", deadline, grace_s)
 
     def start(self, deadline: Deadline, grace_s: float) -> None:
         self.started = True
-        self._ask("start_weight_update", deadline, grace_s, is_checkpoint_format=True)
+        try:
+            self._ask("start_weight_update", deadline, grace_s, is_checkpoint_format=True)
+        except EngineError as error:
+            if "already active" not in str(error):
+                raise
+            # Somebody else's session, from before this trainer was started: nobody will ever finish it.
+            logger.warning("%s; clearing every engine's session and starting again", error)
+            self.clear(self._indices(), deadline, grace_s)
+            self._ask("start_weight_update", deadline, grace_s, is_checkpoint_format=True)
 
     def finish(self, version: int, deadline: Deadline, grace_s: float) -> None:
         """Close the session. An engine that cannot publish separately is told the version here: less than atomic."""
@@ -68,23 +81,29 @@ class Session:
         self._ask("continue_generation", deadline, grace_s)
 
     def resume_paused(self, allowed: Collection[int], deadline: Deadline) -> list[str]:
-        """After a failure before start: resume the engines that were paused and may serve; what went wrong, as text."""
-        engines = sorted(self._paused & set(allowed))
+        """After a failure before start: resume the engines that were paused and may serve; what went wrong, as text. One whose
+        pause is still under way is told too, and not waited for: it takes its calls one after the other."""
+        for i in sorted(set(allowed)):
+            if isinstance(self._paused.get(i), DeadlineExceeded):
+                with contextlib.suppress(Exception):
+                    call_engine(self._seam, self._trace, i, self._fleet.engines[i], "continue_generation")
+        engines = [i for i in sorted(set(allowed)) if i in self._paused and not isinstance(self._paused[i], Exception)]
         return self._best_effort(engines, "continue_generation", {}, deadline, _objection)
 
-    def abandon(self, deadline: Deadline) -> list[str]:
-        """Clear every engine's session without communication; what went wrong, as text. Harmless where none is open."""
-        return self._best_effort(list(self._indices()), abandon.METHOD, abandon.request(), deadline, abandon.objection)
+    def abandon(self, deadline: Deadline, engines: Sequence[int] | None = None) -> list[str]:
+        """Clear the engines' sessions without communication; what went wrong, as text. Harmless where none is open."""
+        chosen = list(self._indices() if engines is None else engines)
+        return self._best_effort(chosen, abandon.METHOD, abandon.request(), deadline, abandon.objection)
 
-    def clear(self, deadline: Deadline, grace_s: float) -> list[str]:
+    def clear(self, engines: Sequence[int], deadline: Deadline, grace_s: float) -> list[str]:
         """Before the first start after a failed update: make sure that no session is open and none has left anything behind.
 
         vLLM keeps what an abandoned session had loaded into an unfinished layer, and would count the next session's weights
         on top of it. Our own adapter rolls that back at its start; for other engines an empty session does (start, finish:
         nothing is generated in between, no version is given).
         """
-        troubles = self.abandon(deadline)
-        foreign = [i for i in self._indices() if not self._seam.has_method(self._fleet.engines[i], "get_weight_transfer_info")]
+        troubles = self.abandon(deadline, engines)
+        foreign = [i for i in engines if not self._seam.has_method(self._fleet.engines[i], "get_weight_transfer_info")]
         if foreign:
             self._ask("start_weight_update", deadline, grace_s, engines=foreign, is_checkpoint_format=True)
             self._ask("finish_weight_update", deadline, grace_s, engines=foreign)
@@ -97,9 +116,10 @@ class Session:
         return self._seam.has_method(self._fleet.engines[engine], "update_weight_version")
 
     def _ask(self, method: str, deadline: Deadline, grace_s: float, *, engines: Sequence[int] | None = None,
-             per_engine: dict[int, dict[str, Any]] | None = None, done: set[int] | None = None, **kwargs: Any) -> None:
-        """Ask engines for `method`, all at once. The first failure is raised after the others had `grace_s` to answer;
-        `done` learns which engines did it."""
+             per_engine: dict[int, dict[str, Any]] | None = None, outcomes: dict[int, Any] | None = None,
+             **kwargs: Any) -> None:
+        """Ask engines for `method`, all at once. The first failure is raised after the others had `grace_s` to answer, so that
+        what is asked of them next does not meet it. `outcomes` learns how it ended on each."""
         pending: list[Pending] = []
         try:
             with self._trace.waits_for(f"{method} of the rollout engines"):
@@ -107,12 +127,13 @@ class Session:
                     extra = (per_engine or {}).get(i, {})
                     pending.append(call_engine(self._seam, self._trace, i, self._fleet.engines[i], method, **kwargs, **extra))
                 wait_all(self._seam, self._trace, pending, deadline)
+        except DeadlineExceeded:
+            grace_s = 0.0  # all of them had the whole deadline
+            raise
         finally:
-            if done is not None:
-                grace = Deadline(self._seam.now() + grace_s, deadline.setting)
-                outcomes = settle(self._seam, pending, grace)
-                done |= {p.engine for p, o in zip(pending, outcomes, strict=True)
-                         if p.engine is not None and not isinstance(o, Exception)}
+            ended = settle(self._seam, pending, Deadline(self._seam.now() + grace_s, deadline.setting))
+            if outcomes is not None:
+                outcomes |= {p.engine: outcome for p, outcome in zip(pending, ended, strict=True) if p.engine is not None}
 
     def _best_effort(self, engines: Sequence[int], method: str, kwargs: dict[str, Any], deadline: Deadline,
                      objection: Callable[[Any], str | None]) -> list[str]:

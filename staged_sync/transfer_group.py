@@ -9,7 +9,7 @@ from typing import Any
 
 from staged_sync.config import Timeouts
 from staged_sync.control import Deadline
-from staged_sync.errors import DeadlineExceeded, TransportError
+from staged_sync.errors import StagedSyncError, TransportError
 from staged_sync.exporter import NamedTensor
 from staged_sync.plan import rank_offsets
 from staged_sync.seam import Listener, Seam, TransferGroup, Wire
@@ -34,7 +34,7 @@ class OpenGroup:
         self._timeouts = timeouts
         self._seam = seam
         self._trace = trace
-        self._fleet = fleet
+        self.fleet = fleet
         self._wire = wire
         self._group = group
 
@@ -55,12 +55,12 @@ class OpenGroup:
         # contiguous at the edge: gloo ships wrong bytes for strided tensors, NCCL reads past them
         tensors = [tensor.detach().contiguous() for _, tensor in bucket]
         shown = names if len(names) <= NAMES_IN_TRACE else [*names[:NAMES_IN_TRACE], f"(+{len(names) - NAMES_IN_TRACE})"]
-        with lock_held(self._seam, self._trace, self._fleet.lock, deadline, grace_s=self._timeouts.grace_s):
+        with lock_held(self._seam, self._trace, self.fleet.lock, deadline, grace_s=self._timeouts.grace_s):
             replies = [
                 call_engine(self._seam, self._trace, i, engine, "update_weights_from_distributed", names=names,
                             dtypes=[t.dtype for t in tensors], shapes=[tuple(t.shape) for t in tensors],
                             group_name=self.name, packed=self._wire.packed)
-                for i, engine in enumerate(self._fleet.engines)]
+                for i, engine in enumerate(self.fleet.engines)]
             with self._trace.waiting("send", detail=" ".join(shown)):
                 sent = Pending(f"the broadcast over {self.name}", self._group.send(tensors))
                 wait_all(self._seam, self._trace, [sent, *replies], deadline)
@@ -80,7 +80,7 @@ class OpenGroup:
         """Tell the engines to drop a persistent group, then close this end. Engines that are gone do not matter."""
         deadline = Deadline(self._seam.now() + self._timeouts.grace_s, "update_weight_call_timeout")
         pending = []
-        for i, engine in enumerate(self._fleet.engines):
+        for i, engine in enumerate(self.fleet.engines):
             try:
                 pending.append(call_engine(self._seam, self._trace, i, engine, "destroy_weights_update_group",
                                            group_name=self.name))
@@ -173,13 +173,18 @@ def _acquire(seam: Seam, trace: Trace, lock: Any, deadline: Deadline, grace_s: f
     while True:
         acquire = _lock_call(seam, trace, lock, "acquire")
         try:
-            if wait_all(seam, trace, [acquire], deadline)[0]:
-                return
-        except DeadlineExceeded:
+            granted = _lock_answer(seam, trace, acquire, deadline)
+        except BaseException:
             # The lock may still say yes to a caller that has gone: nobody else would ever release it then.
-            if settle(seam, [acquire], Deadline(seam.now() + grace_s, deadline.setting))[0] is True:
+            late = settle(seam, [acquire], Deadline(seam.now() + grace_s, deadline.setting))[0]
+            if late and not isinstance(late, Exception):
                 _release(seam, trace, lock, grace_s)
             raise
+        if granted not in (True, False):
+            raise TransportError(f"the rollout engine lock's acquire must answer True or False (got {granted!r}): nobody knows "
+                                 f"who holds it now")
+        if granted:
+            return
         seam.sleep(min(LOCK_POLL_S, deadline.left_s(seam.now())))
         if deadline.left_s(seam.now()) <= 0:
             raise deadline.expired(trace.position.text(), "the rollout engine lock: somebody else holds it; a job that died "
@@ -190,10 +195,19 @@ def _release(seam: Seam, trace: Trace, lock: Any, grace_s: float) -> None:
     """Release the lock. Tried twice: releasing a free lock is harmless, a lock that stays held stops every later update."""
     deadline = Deadline(seam.now() + grace_s, "update_weight_call_timeout")
     try:
-        wait_all(seam, trace, [_lock_call(seam, trace, lock, "release")], deadline)
+        _lock_answer(seam, trace, _lock_call(seam, trace, lock, "release"), deadline)
     except Exception as error:
         logger.warning("releasing the rollout engine lock failed, trying once more: %s", error)
-        wait_all(seam, trace, [_lock_call(seam, trace, lock, "release")], deadline)
+        _lock_answer(seam, trace, _lock_call(seam, trace, lock, "release"), deadline)
+
+
+def _lock_answer(seam: Seam, trace: Trace, call: Pending, deadline: Deadline) -> Any:
+    try:
+        return wait_all(seam, trace, [call], deadline)[0]
+    except StagedSyncError:
+        raise
+    except Exception as error:
+        raise TransportError(f"{call.name()} failed: {type(error).__name__}: {error}") from error
 
 
 def _lock_call(seam: Seam, trace: Trace, lock: Any, method: str) -> Pending:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn
 
 from staged_sync.completeness import StageReport, judge
@@ -16,7 +16,7 @@ from staged_sync.connect import Connection
 from staged_sync.control import Deadline, Status
 from staged_sync.errors import Aftermath, CompletenessError, Failure, RanksAbsent, UpdateFailed
 from staged_sync.hang_report import report
-from staged_sync.in_step import TURN, out_of_step, why_absent
+from staged_sync.in_step import FIRST, TURN, other_connections, out_of_step, why_absent
 from staged_sync.plan import Barrier, Close, Lead, LeadAction, Open, Send, Step, Synchronize, takes_part
 from staged_sync.rank import FirstFailure, Rank
 from staged_sync.session import Session
@@ -28,17 +28,19 @@ logger = logging.getLogger(__name__)
 class Update:
     """One update. Made anew each time, so that nothing of a failed one is left over.
 
-    `may_resume`: engines that hold the last published weights. `sessions_left_open`: whether an earlier update failed after
-    its start, so that engines may still be in its session.
+    `version`: what this rank would publish next; the lead's counts. `may_resume`: engines that hold the last published weights.
+    `unclean`: engines that an earlier update has left in a session, or with parts of one. `poisoned`: whether this rank knows of
+    a failed update that has not been made good.
     """
 
     def __init__(self, rank: Rank, link: Connection, version: int, *, may_resume: Collection[int],
-                 sessions_left_open: bool) -> None:
+                 unclean: Sequence[int], poisoned: bool) -> None:
         self._rank = rank
         self._link = link
-        self._version = version
+        self.version = version
         self._may_resume = may_resume
-        self._sessions_left_open = sessions_left_open
+        self._unclean = unclean
+        self._poisoned = poisoned
         self._is_lead = rank.number == link.topology.LEAD
         self._session = Session(rank.seam, rank.trace, link.fleet)
         self._failure = FirstFailure(rank)
@@ -67,7 +69,7 @@ class Update:
         except Exception as error:
             self._leave_alone(error)
             failure = Failure(rank.number, rank.trace.position_of(error).text(), type(error).__name__, str(error))
-            raise UpdateFailed([failure], state=self._state(), aftermath=self._what_to_do()) from error
+            raise UpdateFailed([failure], state=self.state(), aftermath=self._what_to_do()) from error
         except BaseException as error:
             self._leave_alone(error)
             raise
@@ -109,15 +111,15 @@ class Update:
             case "pause":
                 session.pause(deadline, grace_s)
             case "flush":
+                if self._unclean:
+                    _warn(session.clear(self._unclean, deadline, grace_s))
                 session.flush(deadline, grace_s)
             case "start":
-                if self._sessions_left_open:
-                    _warn(session.clear(deadline, grace_s))
                 session.start(deadline, grace_s)
             case "finish":
-                session.finish(self._version, deadline, grace_s)
+                session.finish(self.version, deadline, grace_s)
             case "publish":
-                session.publish(self._version, deadline, grace_s)
+                session.publish(self.version, deadline, grace_s)
             case "resume":
                 session.resume(deadline, grace_s)
 
@@ -140,6 +142,8 @@ class Update:
 
     def _meet(self, step: Barrier) -> None:
         data: dict[str, Any] = {}
+        if step.label == FIRST:
+            data = {"connection": self._link.serial, "version": self.version, "poisoned": self._poisoned}
         if step.reports and self._is_source and step.stage == self._stage.number and not self._failure:
             data = {"report": self._stage.report().to_json()}
         statuses = self._agree(self._rank.control.barrier, step.label, data, step)
@@ -163,7 +167,11 @@ class Update:
             why = why_absent(step, error, self._link)
             own = [] if self._failure.failure is None else [self._failure.failure]  # nobody else will tell what happened here
             self._abort([*own, Failure(None, f"status barrier '{label}'", "RanksAbsent", f"{error}{why}")], error)
-        failures = [status.failure for status in statuses if status.failure is not None] or out_of_step(statuses)
+        if step is not None and step.label == FIRST:
+            self._poisoned = any(status.data["poisoned"] for status in statuses)
+            self.version = statuses[self._link.topology.LEAD].data["version"]
+        failures = ([status.failure for status in statuses if status.failure is not None] or out_of_step(statuses)
+                    or other_connections(statuses))
         if failures:
             self._abort(failures, None)
         return statuses
@@ -179,20 +187,22 @@ class Update:
         """Every rank ends here with the same failures; the lead leaves the engines in a safe state first."""
         self._failure.drop_group()
         self._make_safe()
-        raise UpdateFailed(failures, state=self._state(), aftermath=self._what_to_do()) from cause
+        raise UpdateFailed(failures, state=self.state(), aftermath=self._what_to_do()) from cause
 
-    def _state(self) -> Aftermath:
-        """What a failure in this phase leaves behind. Every rank decides alike: it depends on the plan alone."""
+    def state(self) -> Aftermath:
+        """What a failure in this phase leaves behind. Every rank decides alike: it depends on the plan, and on what all ranks
+        said at the first barrier."""
         match self._phase[0]:
             case "" | "pause":
-                return "untouched"  # no engine was asked to start: all of them hold the old weights
+                # No engine was asked to start: all of them are as they were before.
+                return "poisoned" if self._poisoned else "untouched"
             case "resume":
                 return "published"
             case _:
                 return "poisoned"
 
     def _what_to_do(self) -> str:
-        return _WHAT_TO_DO[self._state()].format(version=self._version)
+        return _WHAT_TO_DO[self.state()].format(version=self.version)
 
     def _leave_alone(self, error: BaseException) -> None:
         """This rank leaves by itself (an interrupt, or an error outside every step): nobody knows at which barrier the others
@@ -208,18 +218,18 @@ class Update:
         if not self._is_lead:
             return
         try:
-            match self._state():
+            match self.state():
                 case "untouched":
                     _warn(self._session.resume_paused(self._may_resume, self._rank.grace()))
-                case "poisoned":
+                case "poisoned" if self._session.started:
                     _warn(self._session.abandon(self._rank.grace()))
         except Exception:
             logger.warning("clearing up after a failed weight update did not work", exc_info=True)
 
 
 _WHAT_TO_DO: dict[Aftermath, str] = {
-    "untouched": "No weights were touched: engines that had been paused are resumed with their old weights. Mend the cause "
-                 "and call update_weights() again.",
+    "untouched": "No weights were touched. Engines that hold the last published weights are told to go on with them; others "
+                 "stay paused. Mend the cause and call update_weights() again.",
     "poisoned": "The engines stay paused and version {version} is not published: they may hold a mixture and must not "
                 "serve. Mend the cause, reconnect replaced engines with connect_rollout_engines(), and call "
                 "update_weights() again: it sends everything anew.",

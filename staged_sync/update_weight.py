@@ -19,7 +19,7 @@ from staged_sync.completeness import StageReport
 from staged_sync.config import engine_counts, mode_problems, read_settings
 from staged_sync.connect import Connection, Local, check_reachable, look_around, negotiate
 from staged_sync.control import Control, Status
-from staged_sync.errors import ConfigurationError, Failure, RanksAbsent, UpdateFailed, UpdateInProgress
+from staged_sync.errors import ConfigurationError, Failure, RanksAbsent, StagedSyncError, UpdateFailed, UpdateInProgress
 from staged_sync.exporter import Exporter, TensorMeta
 from staged_sync.metrics import Metrics
 from staged_sync.plan import Topology, group_name, sends
@@ -29,6 +29,13 @@ from staged_sync.trace import Trace
 from staged_sync.update import Update
 
 logger = logging.getLogger(__name__)
+
+CONNECTING = "connecting the rollout engines"
+NOTHING_DONE = ("Nothing was paused and no weights were touched. No engines are connected now: mend the cause and call "
+                "connect_rollout_engines() again on every rank.")
+
+PLACEMENT = frozenset({"engine_parallel_configs"})
+"""Keywords of newer vime releases that say where an engine runs."""
 
 PHASES = ("pause", "start", "send", "finish", "publish", "resume")
 
@@ -66,6 +73,9 @@ class UpdateWeightFromDistributed:
         self._bridge = bridge
         self._link: Connection | None = None
         self._up_to_date: tuple[Any, ...] | None = None  # engines of the last complete update; None before the first
+        self._unclean: list[Any] = []  # engines that a failed update has left in a session, or with parts of one
+        self.rollout_engines: Sequence[Any] = ()
+        self.rollout_engine_lock: Any = None
         self._busy = threading.Lock()
 
     @property
@@ -88,20 +98,47 @@ class UpdateWeightFromDistributed:
 
         `engine_gpu_counts`: workers per engine (default `args.rollout_num_gpus_per_engine` each). `engine_gpu_offsets` and
         other placement keywords (vime's `engine_parallel_configs`) say where an engine runs, which does not matter here.
-        Raises `ConfigurationError` or `CompletenessError` with all problems of all ranks, before anything is paused or opened.
+        Raises `ConfigurationError` or `CompletenessError` with all problems of all ranks, before anything is paused or opened,
+        and `UpdateFailed` where a rank does not come, an engine cannot dial a source, or a group cannot be opened. After any of
+        them no engines are connected.
         """
         rank = self._rank
+        self.rollout_engines, self.rollout_engine_lock = rollout_engines, rollout_engine_lock
+        if unknown := set(placement) - PLACEMENT:
+            logger.warning("connect_rollout_engines ignores keywords that it does not know: %s", ", ".join(sorted(unknown)))
         with self._exclusively("connect_rollout_engines"), rank.trace.at(phase="connect"), torch.no_grad():
+            self._link = None
             counts, problems = engine_counts(self.args, rollout_engines, engine_gpu_counts)
             local = look_around(rank.seam, getattr(self.args, "hf_checkpoint", None), self._make_exporter,
                                 self._problems + problems)
-            self._meet_all("connecting the rollout engines")
-            link = self._negotiate(local, rollout_engines, counts, rollout_engine_lock)
-            keep = self._link is not None and self._link.fleet.same_as(rollout_engines, counts) and link.keeps_its_group
-            if not keep:
-                self._leave_group()
+            self._meet_all(CONNECTING)
+            with self._together():
+                link = self._negotiate(local, rollout_engines, counts, rollout_engine_lock)
+                group = rank.source.group
+                if group is None or not (link.keeps_its_group and link.group_held and group.fleet.same_as(
+                        rollout_engines, counts, rollout_engine_lock)):
+                    self._leave_group()
+                self._try_the_way(link)
+            self._unclean += [rollout_engines[i] for i in link.unclean]
             self._link = link
-            self._try_the_way(link)
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Inside, all ranks meet; a rank that leaves tells the others why, and no raw error of the control group gets out."""
+        try:
+            yield
+        except StagedSyncError as error:
+            if isinstance(error, RanksAbsent):
+                failure = Failure(None, "connecting", "RanksAbsent", str(error))
+                raise UpdateFailed([failure], what=CONNECTING, state="untouched", aftermath=NOTHING_DONE) from error
+            raise
+        except BaseException as error:
+            number = self._rank.number
+            self._rank.control.give_up(f"rank {number} left connect_rollout_engines: {type(error).__name__}: {error}")
+            if not isinstance(error, Exception):
+                raise
+            failure = Failure(number, self._rank.trace.position_of(error).text(), type(error).__name__, str(error))
+            raise UpdateFailed([failure], what=CONNECTING, state="untouched", aftermath=NOTHING_DONE) from error
 
     def _meet_all(self, what: str) -> None:
         """Make sure that there is a control group. Raises `UpdateFailed` where a rank does not come."""
@@ -146,9 +183,7 @@ class UpdateWeightFromDistributed:
         statuses = rank.control.barrier("connected", Status(failure.failure), timeout_s=timeouts.phase_s + timeouts.grace_s)
         failures: list[Failure] = [status.failure for status in statuses if status.failure is not None]
         if failures:
-            self._link = None
-            raise UpdateFailed(failures, what="connecting the rollout engines", state="untouched", aftermath=(
-                "Nothing was paused and no weights were touched. Mend the cause and call connect_rollout_engines() again."))
+            raise UpdateFailed(failures, what=CONNECTING, state="untouched", aftermath=NOTHING_DONE)
 
     def disconnect_rollout_engines(self) -> None:
         """Close the persistent transfer group, if this rank holds one, and forget the engines. Not a collective."""
@@ -183,34 +218,45 @@ class UpdateWeightFromDistributed:
     def _update(self, link: Connection, version: int) -> list[StageReport]:
         rank = self._rank
         self._meet_all("weight update")
-        update = Update(rank, link, version, may_resume=self._may_resume(link),
-                        sessions_left_open=self.poisoned is not None)
+        update = Update(rank, link, version, may_resume=self._may_resume(link), unclean=self._indices_of(self._unclean, link),
+                        poisoned=self.poisoned is not None)
         try:
             update.run()
         except UpdateFailed as error:
-            if error.state == "poisoned":
-                self.poisoned = str(error)
-            elif error.state == "published":
-                self._published(link, version)
+            self._left_behind(update, link, str(error))
             raise
         except BaseException as error:
-            self.poisoned = f"rank {rank.number} left update {version} in the middle: {type(error).__name__}: {error}"
+            self._left_behind(update, link, f"rank {rank.number} left update {update.version} in the middle: "
+                                            f"{type(error).__name__}: {error}")
             raise
-        self._published(link, version)
+        self._published(link, update.version)
         return update.reports
+
+    def _left_behind(self, update: Update, link: Connection, what_happened: str) -> None:
+        """Remember what a failed update has left behind."""
+        match update.state():
+            case "poisoned":
+                self.poisoned = what_happened
+                self._unclean += link.fleet.engines
+            case "published":
+                self._published(link, update.version)
 
     def _published(self, link: Connection, version: int) -> None:
         self.weight_version = version
         self.poisoned = None
         self._up_to_date = link.fleet.engines
+        self._unclean = [engine for engine in self._unclean if not _among(engine, link.fleet.engines)]
 
     def _may_resume(self, link: Connection) -> list[int]:
         """Engines that hold the last published weights: they may serve again if nothing has been touched."""
         if self.poisoned is not None:
             return []
-        if self._up_to_date is None:
-            return list(range(len(link.fleet.engines)))
-        return [i for i, engine in enumerate(link.fleet.engines) if any(engine is e or engine == e for e in self._up_to_date)]
+        known = link.fleet.engines if self._up_to_date is None else self._up_to_date
+        return self._indices_of([engine for engine in known if not _among(engine, self._unclean)], link)
+
+    @staticmethod
+    def _indices_of(engines: Sequence[Any], link: Connection) -> list[int]:
+        return [i for i, engine in enumerate(link.fleet.engines) if _among(engine, engines)]
 
     def _account(self, reports: Sequence[StageReport]) -> None:
         metrics = self._rank.metrics
@@ -239,3 +285,8 @@ class UpdateWeightFromDistributed:
             yield
         finally:
             self._busy.release()
+
+
+def _among(engine: Any, engines: Sequence[Any]) -> bool:
+    """Identity, as far as handles have one: a deserialised Ray handle is equal to the other handles of its actor."""
+    return any(engine is other or engine == other for other in engines)

@@ -32,11 +32,11 @@ class Pending:
             return self.work.result()
         try:
             reply = self.work.result()
-        except EngineError:
+        except (EngineError, KeyboardInterrupt):
             raise
-        except Exception as error:
+        except BaseException as error:  # an engine in this process may answer with SystemExit: its end is not ours
             raise EngineError(self.engine, self.label, f"{type(error).__name__}: {error}") from error
-        if reply is False or (isinstance(reply, dict) and reply.get("success") is False):
+        if reply is False or (isinstance(reply, dict) and not reply.get("success", True)):
             raise EngineError(self.engine, self.label, f"it answered {reply!r}")
         return reply
 

@@ -33,7 +33,7 @@ def finish_in_finally() -> AbstractContextManager[Any]:
     """The session is finished on every path, so an incomplete one too."""
     real = Session.abandon
 
-    def abandon(self: Session, deadline: Deadline) -> list[str]:
+    def abandon(self: Session, deadline: Deadline, engines: Any = None) -> list[str]:
         self.finish(1, deadline, 1.0)
         return real(self, deadline)
     return patch.object(Session, "abandon", abandon)
@@ -43,7 +43,7 @@ def resume_in_finally() -> AbstractContextManager[Any]:
     """Generation goes on on every path, with whatever the engines hold."""
     real = Session.abandon
 
-    def abandon(self: Session, deadline: Deadline) -> list[str]:
+    def abandon(self: Session, deadline: Deadline, engines: Any = None) -> list[str]:
         troubles = real(self, deadline)
         self.resume(deadline, 1.0)
         return troubles
@@ -82,7 +82,7 @@ def transfer_group_reused_after_a_failure() -> AbstractContextManager[Any]:
 
 def session_left_open() -> AbstractContextManager[Any]:
     """Nobody clears the session of a failed update."""
-    return patch.object(Session, "abandon", lambda self, deadline: [])
+    return patch.object(Session, "abandon", lambda self, deadline, engines=None: [])
 
 
 def lock_without_deadline() -> AbstractContextManager[Any]:

@@ -26,7 +26,7 @@ def _announce(group: OpenGroup, bucket: Sequence[NamedTensor], names: Sequence[s
     told = [name for name, _ in bucket] if names is None else list(names)
     return [call_engine(group._seam, group._trace, i, engine, "update_weights_from_distributed", names=told,
                         dtypes=[t.dtype for _, t in bucket], shapes=[tuple(t.shape) for _, t in bucket],
-                        group_name=group.name, packed=group._wire.packed) for i, engine in enumerate(group._fleet.engines)]
+                        group_name=group.name, packed=group._wire.packed) for i, engine in enumerate(group.fleet.engines)]
 
 
 def _sends(function: Any) -> AbstractContextManager[Any]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -72,12 +72,16 @@ def version_with_the_first_bucket() -> AbstractContextManager[Any]:
 
     def send(self: transfer_group.OpenGroup, bucket: list[NamedTensor], deadline: Deadline) -> None:
         real(self, bucket, deadline)
-        for i, engine in enumerate(self._fleet.engines):
+        for i, engine in enumerate(self.fleet.engines):
             call = call_engine(self._seam, self._trace, i, engine, "update_weight_version", weight_version="1")
             wait_all(self._seam, self._trace, [call], deadline)
     return patch.object(transfer_group.OpenGroup, "send_bucket", send)
 
 
-def engines_compared_by_number() -> AbstractContextManager[Any]:
-    """As many engines as before are taken for the same engines."""
-    return patch.object(Fleet, "same_as", lambda self, engines, counts: len(engines) == len(self.engines))
+@contextmanager
+def engines_compared_by_number() -> Iterator[None]:
+    """As many engines as before are taken for the same engines, and nobody asks them which group they hold."""
+    inspect = connect._inspect_engines
+    with (patch.object(Fleet, "same_as", lambda self, engines, counts, lock: len(engines) == len(self.engines)),
+          patch.object(connect, "_inspect_engines", lambda *args: inspect(*args) | {"group_held": True})):
+        yield

@@ -12,6 +12,7 @@ from harness.recording.framing import frames, specs
 from harness.recording.groups import RecordedControlGroup, finite
 from harness.recording.kernel import Waiting
 from harness.recording.network import HOST, Channel, RecordedListener
+from harness.recording.server import Handle
 from staged_sync.errors import DeadlineExceeded, GatherError, RanksAbsent, TransportError
 from staged_sync.seam import Coordinates, GatherGroup, Listener, Wire, Work
 
@@ -83,6 +84,9 @@ class RecordingSeam:
     def call(self, target: Any, method: str, /, **kwargs: Any) -> Work[Any]:
         work: Work[Any] = getattr(target, method).remote(**kwargs)
         return work
+
+    def identity(self, target: Any) -> str:
+        return target._server.name if isinstance(target, Handle) else ""
 
     def has_method(self, target: Any, method: str) -> bool:
         return hasattr(target, method)

@@ -46,6 +46,8 @@ class RemoteHandle:
     def __init__(self, target: Target) -> None:
         self._target = target
         self._calls = _Calls(target)
+        self.identity = target.address
+        """The same on every rank, so that ranks can compare their engines."""
 
     def __getattr__(self, name: str) -> RemoteMethod:
         if name.startswith("_") or name not in self._target.methods:

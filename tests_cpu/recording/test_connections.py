@@ -1,0 +1,213 @@
+"""What ranks must agree on before they update together, and what is remembered of engines from update to update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from harness.faults import Faults
+from harness.recording.engines import EngineOptions
+from harness.recording.job import RecordingJob
+from harness.recording.lock import StubLock
+from harness.recording.log import actor_calls
+from harness.recording.model import small_table
+from harness.recording.world import RankContext, RunResult
+from staged_sync import transfer_group
+from staged_sync.errors import CompletenessError, ConfigurationError, UpdateFailed
+from tests_cpu.recording.failing import failing_job
+
+
+def connect_each(job: RecordingJob, engines_of: Callable[[int], list[int]]) -> RunResult:
+    """`connect_rollout_engines` with other engines on every rank."""
+    def connect(context: RankContext) -> None:
+        chosen = engines_of(context.rank)
+        job.updaters[context.rank].connect_rollout_engines([job.world.handles[i] for i in chosen], job.world.lock.handle,
+                                                           [job.counts[i] for i in chosen])
+    return job.world.run(connect)
+
+
+def one_text(result: RunResult, kind: type[Exception]) -> str:
+    assert {type(error) for error in result.errors.values()} == {kind}, result.errors
+    texts = {str(error) for error in result.errors.values()}
+    assert len(texts) == 1, texts
+    return texts.pop()
+
+
+@pytest.mark.parametrize("others", [[0], [1, 0], [0, 2]], ids=["fewer", "another order", "another one"])
+def test_ranks_that_hold_other_engines_are_refused_before_anything_is_paused(others: list[int]) -> None:
+    with RecordingJob(pp=2, engines=[1, 1, 1]) as job:
+        result = connect_each(job, lambda rank: [0, 1] if rank == 0 else others)
+        text = one_text(result, ConfigurationError)
+    assert "rollout_engines and engine_gpu_counts must be the same, in the same order, on every rank: rank 1 has" in text
+    assert result.elapsed_s == 0
+
+
+def test_ranks_with_another_wire_are_refused() -> None:
+    with RecordingJob(pp=2) as job:
+        settings = job.updaters[1]._rank.settings
+        job.updaters[1]._rank = replace(job.updaters[1]._rank, settings=replace(settings, packed=not settings.packed))
+        text = one_text(job.connect(), ConfigurationError)
+    assert "the wire must be the same on every rank: rank 1 has" in text
+
+
+def test_an_engine_named_twice_is_refused() -> None:
+    with RecordingJob(pp=2, engines=[1, 1]) as job:
+        text = one_text(connect_each(job, lambda rank: [0, 1, 0]), ConfigurationError)
+    assert "rollout_engines must name each engine once (the same one stands at indices 0 and 2)" in text
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_connect_that_one_rank_does_not_see_to_its_end_connects_nobody(rank: int) -> None:
+    faults = Faults()
+    with failing_job(faults, pp=2, engines=[1, 1]) as job:
+        connect_each(job, lambda rank: [0]).check()
+        job.update().check()
+        faults.fail_at(rank=rank, event="barrier.done", nth=1)  # "connect checked"
+        result = connect_each(job, lambda rank: [0, 1])
+        assert {type(error) for error in result.errors.values()} == {UpdateFailed}
+        assert all("InjectedFailure: injected" in str(error) for error in result.errors.values())
+        faults.assert_all_fired()
+        assert "no rollout engines are connected" in one_text(job.update(), ConfigurationError)
+        connect_each(job, lambda rank: [0, 1]).check()
+        job.step = 2
+        job.update().check()
+        assert job.differences() == []
+
+
+def test_a_refused_connect_leaves_nobody_connected() -> None:
+    with RecordingJob(pp=2) as job:
+        job.connect().check()
+        one_text(job.connect(counts=[1, 1]), ConfigurationError)
+        assert "no rollout engines are connected" in one_text(job.update(), ConfigurationError)
+
+
+def test_ranks_that_hold_different_connections_do_not_update_together() -> None:
+    with RecordingJob(pp=2) as job:
+        job.connect().check()
+        link = job.updaters[1]._link
+        assert link is not None
+        job.updaters[1]._link = replace(link, serial="another")
+        text = one_text(job.update(), UpdateFailed)
+        assert "ranks hold different connections" in text and "Call it again on every rank" in text
+        assert not any(engine.paused for engine in job.world.engines), "nothing was touched"
+
+
+def test_engines_of_a_failed_update_are_cleared_also_when_others_were_updated_in_between() -> None:
+    faults = Faults()
+    with failing_job(faults, pp=2, engines=[1, 1]) as job:
+        connect_each(job, lambda rank: [0]).check()
+        faults.fail_at(rank=1, event="send", stage=1)
+        one_text(job.update(), UpdateFailed)
+        connect_each(job, lambda rank: [1]).check()
+        job.update().check()
+        connect_each(job, lambda rank: [0]).check()
+        job.step = 2
+        told = actor_calls(job.update().check().events, "engine0")
+    clears = told.index("handle update_weights_from_distributed")
+    assert clears < told.index("handle start_weight_update"), told
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["tells", "plain vime"])
+def test_a_session_that_a_trainer_before_this_one_has_left_open_is_cleared(plain: bool) -> None:
+    with failing_job(Faults(), pp=2, engines=[EngineOptions(plain_vime=plain)]) as job:
+        engine = job.world.engines[0]
+
+        def before(context: RankContext) -> None:
+            if context.rank == 0:
+                for method in ("pause_generation", "flush_cache", "start_weight_update"):
+                    work = context.seam.call(engine.handle, method)
+                    assert context.seam.wait_any([work], timeout_s=10)
+                    work.result()
+        job.world.run(before).check()
+        job.connect().check()
+        result = job.update()
+        assert result.errors == {} and job.differences() == []
+        # A plain engine does not say that a session is open, so its cache is flushed inside it.
+        assert len(result.violations) == (1 if plain else 0), result.violations
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_versions_stay_together_when_one_rank_leaves_while_engines_are_resumed(rank: int) -> None:
+    faults = Faults()
+    with failing_job(faults, pp=2) as job:
+        job.connect().check()
+        faults.fail_at(rank=rank, event="phase", nth=6)
+        job.update()
+        faults.assert_all_fired()
+        job.step = 2
+        job.update().check()
+        assert {updater.weight_version for updater in job.updaters} == {int(job.world.engines[0].version)} == {2}
+
+
+@pytest.mark.parametrize("broken", ["optional", "describe", "gathers", "problems"])
+def test_an_exporter_that_breaks_at_connect_is_a_problem_of_all_at_once(broken: str) -> None:
+    def explode(*_: Any) -> Any:
+        raise KeyError("who knows")
+
+    checkpoint = small_table(2, dense=3) if broken == "optional" else None  # asked about what nobody sends
+    with failing_job(Faults(), pp=2, checkpoint=checkpoint) as job:
+        setattr(job.exporters[0], broken, explode)
+        result = job.connect()
+        assert "KeyError: 'who knows'" in one_text(result, ConfigurationError)
+    assert result.elapsed_s == 0
+
+
+def test_a_failed_pause_after_a_failed_update_does_not_call_the_engines_well() -> None:
+    faults = Faults()
+    with failing_job(faults, pp=2) as job:
+        job.connect().check()
+        faults.fail_at(rank=1, event="send", stage=1)
+        one_text(job.update(), UpdateFailed)
+        faults.engine_error(engine=0, method="pause_generation")
+        result = job.update()
+        assert {error.state for error in result.errors.values() if isinstance(error, UpdateFailed)} == {"poisoned"}
+        assert "must not serve" in one_text(result, UpdateFailed)
+        assert all(engine.paused for engine in job.world.engines)
+
+
+def test_an_interrupt_while_the_lock_is_acquired_does_not_keep_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with failing_job(Faults(), pp=2) as job:
+        job.connect().check()
+        real, interrupted = transfer_group._lock_answer, []
+
+        def answer(seam: Any, trace: Any, call: Any, deadline: Any) -> Any:
+            if "acquire" in call.label and not interrupted:
+                interrupted.append(True)
+                raise KeyboardInterrupt
+            return real(seam, trace, call, deadline)
+
+        monkeypatch.setattr(transfer_group, "_lock_answer", answer)
+        result = job.update()
+        assert interrupted and any(isinstance(error, KeyboardInterrupt) for error in result.errors.values())
+        assert not job.world.lock.held
+
+
+def test_a_new_lock_is_used_from_the_next_connect_on() -> None:
+    with RecordingJob(pp=1) as job:
+        job.connect().check()
+        group = job.updaters[0]._rank.source.group
+        job.connect().check()
+        assert job.updaters[0]._rank.source.group is group, "the same engines and lock: the group is kept"
+        other = StubLock(job.world.kernel)
+        job.connect(lock=other.handle).check()
+        job.world.lock.held = True  # somebody else's by now
+        job.update().check()
+        assert job.updaters[0]._rank.source.group is not group
+        assert job.differences() == [] and not other.held
+
+
+@pytest.mark.parametrize("reply", [{"success": 0}, {"success": None}, {"success": False}, False])
+def test_a_reply_that_says_no_is_a_failure(reply: Any) -> None:
+    faults = Faults()
+    with failing_job(faults, pp=2) as job:
+        job.connect().check()
+        faults.engine_error(engine=0, method="finish_weight_update", reply=reply)
+        assert f"rollout engine 0 failed in finish_weight_update: it answered {reply!r}" in one_text(job.update(), UpdateFailed)
+
+
+def test_completeness_errors_are_the_same_on_every_rank() -> None:
+    with RecordingJob(pp=2, table=small_table(2), checkpoint=small_table(2, dense=3)) as job:
+        assert "missing: hf.s0.dense2" in one_text(job.connect(), CompletenessError)
