@@ -43,7 +43,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     return lines
 
 
-def _mark_listed(items: list[pytest.Item], file: str | None, marker: pytest.MarkDecorator) -> None:
+def mark_listed(items: list[pytest.Item], file: str | None, marker: pytest.MarkDecorator) -> None:
     """Mark the tests that `file` lists; an id that fits no test is an error, because it is a typo or out of date."""
     lines = Path(file).read_text().splitlines() if file else []
     listed = {line.strip() for line in lines if line.strip() and not line.startswith("#")}
@@ -62,8 +62,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return config.option.thorough or not item.get_closest_marker("thorough")
 
     skips, xfails = config.option.skips_file, config.option.xfails_file
-    _mark_listed(items, skips, pytest.mark.skip(reason=f"listed in {skips}"))
-    _mark_listed(items, xfails, pytest.mark.xfail(reason=f"listed in {xfails}", strict=True))
+    mark_listed(items, skips, pytest.mark.skip(reason=f"listed in {skips}"))
+    mark_listed(items, xfails, pytest.mark.xfail(reason=f"listed in {xfails}", strict=True))
     left_out = [item for item in items if not wanted(item)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)

@@ -22,7 +22,7 @@ THOROUGH_CHUNKS = 100
 
 
 def schedules_of(scenario: Scenario) -> int:
-    return max(4, min(150, 40_000 // weight(scenario) ** 2))
+    return max(4, min(400, 1_500_000 // weight(scenario) ** 3))
 
 
 @pytest.mark.parametrize("chunk", [*range(CHUNKS), *(pytest.param(n, marks=pytest.mark.thorough)

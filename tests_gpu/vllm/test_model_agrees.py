@@ -84,8 +84,8 @@ def _group_of(receiver: Receiver) -> str:
 
 
 @pytest.mark.parametrize("agreed", TABLE, ids=lambda agreed: agreed.name)
-def test_a_real_worker_ends_every_step_as_the_simulated_one(agreed: Agreed, driver: RealDriver, engine: Receiver, checkpoint: Path,
-                                                           reference: Reference) -> None:
+def test_a_real_worker_ends_every_step_as_the_simulated_one(agreed: Agreed, driver: RealDriver, engine: Receiver,
+                                                           checkpoint: Path, reference: Reference) -> None:
     said = agreed.steps(driver)
     assert len(said) == len(agreed.expects)
     for answer, expected in zip(said, agreed.expects, strict=True):
