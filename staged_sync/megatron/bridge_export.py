@@ -19,9 +19,8 @@ from torch import nn
 from staged_sync.errors import CompletenessError, DeadlineExceeded, GatherError
 from staged_sync.exporter import ITERATED_PASS, Contract, NamedTensor, Part, TensorMeta
 from staged_sync.in_step import WRONG_CONTRACT
-from staged_sync.megatron.families import UnknownFamily, find_family
 from staged_sync.megatron.families.common import HF_EMBEDDING, HF_HEAD
-from staged_sync.megatron.parameters import unwrap
+from staged_sync.megatron.sharing import Sharing
 from staged_sync.megatron.sizes import read_hf_config
 from staged_sync.seam import Seam
 from staged_sync.trace import Trace
@@ -90,7 +89,8 @@ class BridgeExporter:
         self._hf_tensors = hf_tensors or {}
         self._usual_dtype = Counter(meta.dtype for meta in self._hf_tensors.values()).most_common(1)
         self._hf_config, self._setup_problems = read_hf_config(args)
-        self._tied = bool(self._hf_config.get("tie_word_embeddings"))
+        self._sharing = Sharing(self._hf_config, model)
+        self._copies = {copy for name in self._hf_tensors for copy in self._sharing.copies_of(name)} & set(self._hf_tensors)
         self._seen: set[str] = set()
 
     # --- before anything is paused --------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ class BridgeExporter:
     def describe(self) -> list[TensorMeta]:
         """What the HF checkpoint says about the stage's names; or all of it, without what the trainer does not have."""
         if self._export.names is None:
-            return [meta for meta in self._hf_tensors.values() if not self.optional(meta.name) or self._is_tied_head(meta.name)]
+            return [meta for name, meta in self._hf_tensors.items() if name in self._copies or not self.optional(name)]
         names = list(self._export.names())
         if unknown := [name for name in names if name not in self._hf_tensors]:
             raise CompletenessError(f"{self._export.name} will yield {', '.join(unknown[:5])} ({len(unknown)} in all), which the "
@@ -123,17 +123,7 @@ class BridgeExporter:
 
     def optional(self, name: str) -> bool:
         """The family's rule for names that the checkpoint may have and nobody sends; without a family, a tied head only."""
-        try:
-            family = find_family(self._hf_config.get("model_type"))
-        except UnknownFamily:
-            return self._is_tied_head(name)
-        layers = self._hf_config.get("num_hidden_layers")
-        config = next((c for chunk in self._model if (c := getattr(unwrap(chunk), "config", None)) is not None), None)
-        mtp = range(layers or 0, (layers or 0) + (getattr(config, "mtp_num_layers", None) or 0))
-        return family.is_optional(name, tied=self._tied, decoder_layers=layers, mtp_layers=mtp)
-
-    def _is_tied_head(self, name: str) -> bool:
-        return self._tied and name == HF_HEAD
+        return self._sharing.optional(name)
 
     # --- the export -----------------------------------------------------------------------------------------------------
 
@@ -180,19 +170,18 @@ class BridgeExporter:
                                     f"must be an HF name and a tensor with its bytes, on every rank that iterates")
         if self._comes_again(name):
             return []
-        self._seen.add(name)
         own = self._own_copy(name, tensor)
-        if self._tied and name == HF_EMBEDDING and HF_HEAD in self._hf_tensors:
-            self._seen.add(HF_HEAD)
-            return [(name, own), (HF_HEAD, own)]  # the checkpoint names the tied head too, so it is sent, once
-        return [(name, own)]
+        # A copy that the checkpoint names (a tied head, MTP's embedding) is sent as well, once, whether or not it is yielded.
+        names = [name, *(copy for copy in self._sharing.copies_of(name) if copy in self._copies - self._seen)]
+        self._seen.update(names)
+        return [(name, own) for name in names]
 
     def _comes_again(self, name: str) -> bool:
-        """Whether `name` was sent already and may come again: of a tied pair only, which bridges yield once per stage that
-        holds it (mbridge) or per name (Megatron-Bridge). The first one counts."""
+        """Whether `name` was sent already and may come again: what has copies, and copies, which bridges yield once per stage
+        that holds them (mbridge) or per name (Megatron-Bridge). The first one counts."""
         if name not in self._seen:
             return False
-        if self._tied and name in (HF_EMBEDDING, HF_HEAD):
+        if name in self._copies or self._sharing.copies_of(name):
             return True
         raise CompletenessError(f"{self._export.name} yields {name} twice; only a tied embedding may come again")
 

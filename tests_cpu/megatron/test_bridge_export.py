@@ -32,8 +32,8 @@ class Setup:
         self.metas = {meta.name: meta for meta in metas}
 
     def exporter(self, begin: Callable[[], Iterable[Any]], *, contract: Contract = "pipeline_collective", model: Any = (),
-                 pp: int = 1, **config: Any) -> BridgeExporter:
-        (self.folder / "config.json").write_text(json.dumps({"model_type": "a stub", **config}))
+                 pp: int = 1, model_type: str = "a stub", **config: Any) -> BridgeExporter:
+        (self.folder / "config.json").write_text(json.dumps({"model_type": model_type, **config}))
         with RecordingWorld(pp=pp) as world:
             return BridgeExporter(SimpleNamespace(hf_checkpoint=str(self.folder)), model,
                                   MarkedExport("a bridge", contract, begin), seam=world.contexts[0].seam, hf_tensors=self.metas)
@@ -105,6 +105,22 @@ def test_a_tied_head_that_the_checkpoint_names_is_sent_once_whoever_yields_it(se
         exporter = ready.exporter(lambda names=names: [(name, numbers(2)) for name in names], tie_word_embeddings=True)
         assert [name for name, _ in export(exporter)] == [embedding, head]
         assert [meta.name for meta in exporter.describe()] == [embedding, head]
+
+
+def test_copies_that_predict_more_tokens_are_sent_as_the_family_says(setup: Callable[..., Setup]) -> None:
+    """The trainer has one such layer (HF's number 2) and the checkpoint two: the second is nobody's."""
+    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+    copies = ["model.layers.2.embed_tokens.weight", "model.layers.2.shared_head.head.weight"]
+    nobodys = ["model.layers.3.embed_tokens.weight", "model.layers.3.enorm.weight"]
+    model = nn.Linear(1, 1)
+    model.config = SimpleNamespace(mtp_num_layers=1)  # type: ignore[assignment]
+    ready = setup(*(TensorMeta(name, BF16, (2,)) for name in (embedding, head, *copies, *nobodys)))
+    for names in ([embedding, head], [embedding, copies[0], head, copies[1]]):
+        exporter = ready.exporter(lambda names=names: [(name, numbers(2)) for name in names], model=[model],
+                                  model_type="deepseek_v3", num_hidden_layers=2)
+        assert {meta.name for meta in exporter.describe()} == {embedding, head, *copies}
+        found = [name for name, _ in export(exporter)]
+        assert sorted(found) == sorted([embedding, head, *copies])
 
 
 def test_nothing_is_kept_of_what_has_been_converted(setup: Callable[..., Setup]) -> None:
