@@ -58,12 +58,14 @@ class Settings:
     timeouts: Timeouts
     address: str | None
     port_range: tuple[int, int] | None
+    post_process: bool
+    """Whether engines are told to restore their weights' checkpoint layout before a session and to quantise after it."""
     report_folder: str | None
     """Where hang reports go; the system's temporary folder if None."""
 
 
-def read_settings(args: Any) -> tuple[Settings, list[str]]:
-    """Settings from `args`, and every problem with them as a full sentence."""
+def read_settings(args: Any, quantization_config: Any = None) -> tuple[Settings, list[str]]:
+    """Settings from `args` and the rollout's quantization, and every problem with them as a full sentence."""
     problems: list[str] = []
     timeouts = Timeouts(
         call_s=_number(args, "update_weight_call_timeout", DEFAULT_CALL_S, problems),
@@ -77,12 +79,14 @@ def read_settings(args: Any) -> tuple[Settings, list[str]]:
         timeouts=timeouts,
         address=getattr(args, "update_weight_master_address", None),
         port_range=_port_range(getattr(args, "update_weight_port_range", None), problems),
+        post_process=post_processes(quantization_config),
         report_folder=getattr(args, "update_weight_report_folder", None))
     return settings, problems
 
 
-def mode_problems(args: Any, quantization_config: Any) -> list[str]:
-    """What this version cannot do, said before anything is tried."""
+def mode_problems(args: Any, quantization_config: Any, *, own_exporter: bool) -> list[str]:
+    """What this version cannot do, said before anything is tried. `own_exporter`: the caller brings one, so that what is sent
+    is what it says."""
     problems = []
     mode = getattr(args, "megatron_to_hf_mode", "raw")
     if mode not in ("raw", "bridge"):
@@ -90,13 +94,23 @@ def mode_problems(args: Any, quantization_config: Any) -> list[str]:
     if mode == "bridge" and quantization_config:
         problems.append("megatron_to_hf_mode must be 'raw' for a quantised rollout (got 'bridge'): what a bridge yields is not "
                         "quantised yet; set --megatron-to-hf-mode raw")
+    if post_processes(quantization_config) and own_exporter:
+        return problems
     return problems + (quantisation_problems(quantization_config) if quantization_config else [])
+
+
+def post_processes(quantization_config: Any) -> bool:
+    """Whether engines keep the weights in a layout of their own (compressed-tensors: int4, fp4), as vime decides it."""
+    return isinstance(quantization_config, Mapping) and quantization_config.get("quant_method") == "compressed-tensors"
 
 
 def quantisation_problems(config: Any) -> list[str]:
     """Why a `quantization_config` cannot be served, as sentences; empty if it can: FP8 with a scale per block."""
     method = config.get("quant_method") if isinstance(config, Mapping) else config
     if method != "fp8" or not isinstance(config, Mapping):
+        if post_processes(config):
+            return ["quantization_config compressed-tensors needs an exporter that yields packed weights (got none): the raw "
+                    "export does not pack; give exporter=, or serve the engines in the checkpoint's own dtype"]
         return [f"quantization_config must be fp8 with weight_block_size (got quant_method {method!r}): other quantised rollouts "
                 f"are not supported yet; serve the engines in the checkpoint's own dtype"]
     block = config.get("weight_block_size")

@@ -98,7 +98,7 @@ def negotiate(seam: Seam, trace: Trace, control: Control, settings: Settings, lo
     wire = Wire(seam.backend, settings.packed, settings.packed_buffer_bytes)
     mine = _introduce(seam, local) | {
         "engines": [[seam.identity(engine), count] for engine, count in zip(engines, counts, strict=False)],
-        "wire": list(astuple(wire))}
+        "wire": [*astuple(wire), settings.post_process]}
     statuses = control.barrier("connect", Status(data=mine), timeout_s=timeout_s)
     _raise_problems(statuses)
     if problems := _different(statuses):
@@ -127,7 +127,8 @@ def negotiate(seam: Seam, trace: Trace, control: Control, settings: Settings, lo
         raise CompletenessError(bullets("what the stages export is not what the HF checkpoint names:", agreed["coverage"]))
     fleet = Fleet(tuple(engines), tuple(counts), lock, tuple(agreed["packed_in_init"]))
     empty = {stage for stage, metas in enumerate(announced) if not metas}
-    plan = plan_update(topology.pp, contract=local.exporter.contract, passes=local.exporter.passes, empty_stages=empty)
+    plan = plan_update(topology.pp, contract=local.exporter.contract, passes=local.exporter.passes, empty_stages=empty,
+                       post_process=settings.post_process)
     return Connection(fleet, topology, local.exporter, announced, wire, plan, agreed["serial"], tuple(agreed["unclean"]),
                       agreed["group_held"])
 
@@ -163,7 +164,7 @@ def _different(statuses: Sequence[Status]) -> list[str]:
                             f"workers of each). Fetch them once and hand them to all ranks")
         if status.data["wire"] != lead["wire"]:
             problems.append(f"the wire must be the same on every rank: rank {rank} has {status.data['wire']}, rank "
-                            f"{Topology.LEAD} has {lead['wire']} (backend, packed, bytes of a packed chunk)")
+                            f"{Topology.LEAD} has {lead['wire']} (backend, packed, bytes of a packed chunk, post-processing)")
     return problems
 
 

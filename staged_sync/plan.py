@@ -92,7 +92,7 @@ def keeps_its_group(pp: int, contract: Contract) -> bool:
 
 # --- the steps ----------------------------------------------------------------------------------------------------------
 
-LeadAction = Literal["pause", "flush", "start", "finish", "publish", "resume"]
+LeadAction = Literal["pause", "flush", "restore", "start", "finish", "post_process", "publish", "resume"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,17 +144,20 @@ Step: TypeAlias = Lead | Barrier | Open | Send | Synchronize | Close
 
 
 def plan_update(pp: int, *, contract: Contract = "stage_local", passes: Sequence[Part] = RAW_PASSES,
-                empty_stages: Collection[int] = ()) -> tuple[Step, ...]:
+                empty_stages: Collection[int] = (), post_process: bool = False) -> tuple[Step, ...]:
     """One update, for all ranks (see `takes_part` for who does what).
 
     pp = 1 and pipeline-collective exports use the persistent group opened at connect; else stages take turns. Send-phase
     barriers: one after each pass, and two more a stage where stages take turns: raw 2 (pp = 1) or 4·pp, bridge 1 (pp = 1 or
-    collective) or 3·pp. Five more around it. A stage without tensors opens no group and joins every barrier.
+    collective) or 3·pp. Five more around it. A stage without tensors opens no group and joins every barrier. `post_process`:
+    engines restore the checkpoint's layout before the session and leave it after.
     """
     send = _single_source(passes) if keeps_its_group(pp, contract) else \
         [step for stage in range(pp) for step in _staged(stage, passes, stage in empty_stages)]
-    return (Lead("pause"), Lead("flush"), Barrier("paused"), Lead("start"), Barrier("started"), *send,
-            Lead("finish"), Barrier("finished"), Lead("publish"), Barrier("published"), Lead("resume"), Barrier("resumed"))
+    before, after = ((Lead("restore"),), (Lead("post_process"),)) if post_process else ((), ())
+    return (Lead("pause"), Lead("flush"), Barrier("paused"), *before, Lead("start"), Barrier("started"), *send,
+            Lead("finish"), Barrier("finished"), *after, Lead("publish"), Barrier("published"), Lead("resume"),
+            Barrier("resumed"))
 
 
 def _single_source(passes: Sequence[Part]) -> list[Step]:

@@ -56,6 +56,20 @@ class Session:
     def flush(self, deadline: Deadline, grace_s: float) -> None:
         self._ask("flush_cache", deadline, grace_s)
 
+    def restore(self, deadline: Deadline, grace_s: float) -> None:
+        """Have the engines bring their weights back into the checkpoint's layout (vime: compressed-tensors, before the session).
+        Engines without the call do so by themselves when a session starts (vLLM >= 0.29)."""
+        self.started = True
+        self._post_process(deadline, grace_s, restore_weights_before_load=True, post_process_quantization=False)
+
+    def post_process(self, deadline: Deadline, grace_s: float) -> None:
+        """Have the engines quantise what they have loaded, after the session."""
+        self._post_process(deadline, grace_s, restore_weights_before_load=False, post_process_quantization=True)
+
+    def _post_process(self, deadline: Deadline, grace_s: float, **what: Any) -> None:
+        engines = [i for i in self._indices() if self._seam.has_method(self._fleet.engines[i], "post_process_weights")]
+        self._ask("post_process_weights", deadline, grace_s, engines=engines, **what)
+
     def start(self, deadline: Deadline, grace_s: float) -> None:
         self.started = True
         try:

@@ -114,10 +114,14 @@ class Update:
                 if self._unclean:
                     _warn(session.clear(self._unclean, deadline, grace_s))
                 session.flush(deadline, grace_s)
+            case "restore":
+                session.restore(deadline, grace_s)
             case "start":
                 session.start(deadline, grace_s)
             case "finish":
                 session.finish(self.version, deadline, grace_s)
+            case "post_process":
+                session.post_process(deadline, grace_s)
             case "publish":
                 session.publish(self.version, deadline, grace_s)
             case "resume":
@@ -247,6 +251,10 @@ def _phase_of(step: Step, current: tuple[str, int | None]) -> tuple[str, int | N
     match step:
         case Lead("flush"):
             return current
+        case Lead("restore"):
+            return ("start", None)
+        case Lead("post_process"):
+            return ("publish", None)
         case Lead(action):
             return (action, None)
         case Open(stage) | Send(stage) | Synchronize(stage) | Close(stage):

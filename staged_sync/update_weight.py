@@ -61,8 +61,8 @@ class UpdateWeightFromDistributed:
         """The version that all engines published last; 0 before the first update."""
         self.poisoned: str | None = None
         """What happened and what to do, while engines may hold a mixture of weights; None when all is well."""
-        settings, self._problems = read_settings(args)
-        self._problems += mode_problems(args, quantization_config)
+        settings, self._problems = read_settings(args, quantization_config)
+        self._problems += mode_problems(args, quantization_config, own_exporter=exporter is not None)
         if seam is None:
             from staged_sync.live_seam import LiveSeam  # torch.distributed and Megatron are needed from here on
             seam = LiveSeam(model)

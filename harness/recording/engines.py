@@ -44,6 +44,8 @@ class EngineOptions:
     """Chunk size of the packed stream where it is not told at init."""
     dials: bool | None = None
     """None: has no `check_reachable`. True or False: has it, and whether it can reach the trainer."""
+    post_processes: bool = False
+    """Whether it has vime's `post_process_weights` (compressed-tensors)."""
     info: Mapping[str, Any] | None = None
     """Overrides fields of what `get_weight_transfer_info` answers."""
 
@@ -55,6 +57,7 @@ class StubEngine(Server):
         self.index = index
         self.options = options
         self.methods = VIME_METHODS | {"generate"} | (frozenset() if options.plain_vime else NEWER_METHODS)
+        self.methods |= {"post_process_weights"} if options.post_processes else frozenset()
         if options.dials is not None:
             self.methods |= {"check_reachable"}
         self.paused = self.flushed = False
@@ -94,6 +97,10 @@ class StubEngine(Server):
     def start_weight_update(self, is_checkpoint_format: bool = True) -> None:
         self._must(self.paused and self.flushed, 3, "a session starts before pause and flush")
         self._on_workers("start", lambda worker: worker.start())
+
+    def post_process_weights(self, restore_weights_before_load: bool, post_process_quantization: bool) -> None:
+        self._must(self.paused and not self._session_open(), 3, "post-processes weights while it generates or inside a session")
+        self._must(restore_weights_before_load != post_process_quantization, 3, "is told to restore and to quantise at once")
 
     def update_weights_from_distributed(self, names: Sequence[str], dtypes: Sequence[torch.dtype],
                                         shapes: Sequence[Sequence[int]], group_name: str, packed: bool = False,

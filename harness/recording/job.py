@@ -38,7 +38,9 @@ class RecordingJob:
                  args: Mapping[str, Any] | None = None, faults: Faults | None = None,
                  scheduler: Scheduler = round_robin, max_steps: int = MAX_STEPS, make_exporter: MakeExporter | None = None,
                  engine_handles: Callable[[RankContext, list[Any]], list[Any]] | None = None,
-                 checkpoint: Table | None = None, folder: Path | None = None, **layout: Any) -> None:
+                 checkpoint: Table | None = None, folder: Path | None = None,
+                 quantization_config: Mapping[str, Any] | None = None, **layout: Any) -> None:
+        self._quantization_config = quantization_config
         self.table = table or small_table(layout.get("pp", 1))
         self.step = 1
         self._folder = None if folder else tempfile.TemporaryDirectory(prefix="recording-")
@@ -94,8 +96,9 @@ class RecordingJob:
 
     def _updater(self, context: RankContext) -> UpdateWeightFromDistributed:
         exporter = self.exporters[context.rank]
-        updater = UpdateWeightFromDistributed(self.args, [], None, model_name="stub", quantization_config=None,
-                                              seam=context.seam, exporter=exporter)
+        updater = UpdateWeightFromDistributed(
+            self.args, [], None, model_name="stub", quantization_config=self._quantization_config, seam=context.seam,
+            exporter=exporter)
         updater.trace.events = self.world.events
         if isinstance(exporter, (StubExporter, StubBridge)):
             exporter.follow(updater.trace)

@@ -64,11 +64,21 @@ def test_wrong_counts_are_named(engines: list[Any], counts: Any, args: dict[str,
 
 
 def test_unknown_modes_and_quantised_rollouts_are_refused_with_what_to_do() -> None:
-    problems = mode_problems(SimpleNamespace(megatron_to_hf_mode="other"), {"quant_method": "awq"})
+    problems = mode_problems(SimpleNamespace(megatron_to_hf_mode="other"), {"quant_method": "awq"}, own_exporter=False)
     assert problems[0] == "megatron_to_hf_mode must be 'raw' or 'bridge' (got 'other')"
     assert "got quant_method 'awq'" in problems[1]
     fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    assert "set --megatron-to-hf-mode raw" in mode_problems(SimpleNamespace(megatron_to_hf_mode="bridge"), fp8)[0]
+    bridge = mode_problems(SimpleNamespace(megatron_to_hf_mode="bridge"), fp8, own_exporter=False)
+    assert "set --megatron-to-hf-mode raw" in bridge[0]
     for mode in ("raw", "bridge"):
-        assert mode_problems(SimpleNamespace(megatron_to_hf_mode=mode), None) == []
-    assert mode_problems(SimpleNamespace(), {}) == []
+        assert mode_problems(SimpleNamespace(megatron_to_hf_mode=mode), None, own_exporter=False) == []
+    assert mode_problems(SimpleNamespace(), {}, own_exporter=False) == []
+
+
+def test_compressed_tensors_need_an_exporter_that_packs() -> None:
+    packed = {"quant_method": "compressed-tensors"}
+    (problem,) = mode_problems(SimpleNamespace(), packed, own_exporter=False)
+    assert "needs an exporter that yields packed weights" in problem
+    assert mode_problems(SimpleNamespace(), packed, own_exporter=True) == []
+    assert read_settings(SimpleNamespace(), packed)[0].post_process
+    assert not read_settings(SimpleNamespace(), {"quant_method": "fp8"})[0].post_process
