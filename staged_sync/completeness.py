@@ -38,10 +38,12 @@ def read_index(checkpoint: str | Path) -> dict[str, TensorMeta]:
     """Name -> meta of every tensor of an HF checkpoint directory. Raises `CheckpointIndexError` with what is missing."""
     folder = Path(checkpoint)
     index_file, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if index_file.is_file():
-        return _read_sharded(folder, index_file)
-    if single.is_file():
-        return read_header(single)
+    found = (_read_sharded(folder, index_file) if index_file.is_file()
+             else read_header(single) if single.is_file() else None)
+    if found:
+        return found
+    if found is not None:
+        raise CheckpointIndexError(f"the checkpoint in {folder} names no tensors: there would be nothing to send")
     raise CheckpointIndexError(
         f"no weights index in {folder}: expected model.safetensors.index.json or model.safetensors. The sync is checked "
         f"against it; point args.hf_checkpoint at the checkpoint the engines were started from")
@@ -153,10 +155,16 @@ class SentRecord:
         for name, tensor in tensors:
             meta = TensorMeta(name, tensor.dtype, tuple(tensor.shape))
             if self._left[meta] <= 0 and not self._offender:
-                self._offender = f"{name} {_shape(meta)} was sent more often than announced at connect"
+                self._offender = self._what_is_wrong_with(meta)
             self._left[meta] -= 1
             self._digest.add(meta)
             self._bytes += meta.nbytes
+
+    def _what_is_wrong_with(self, meta: TensorMeta) -> str:
+        other = next((a for a in self._left if a.name == meta.name and a != meta and self._left[a] > 0), None)
+        if other is not None:
+            return f"{meta.name} was announced as {_shape(other)} at connect and sent as {_shape(meta)}"
+        return f"{meta.name} {_shape(meta)} was sent more often than announced at connect"
 
     def report(self) -> StageReport:
         left = next((meta for meta, n in self._left.items() if n > 0), None)

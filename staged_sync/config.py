@@ -73,9 +73,9 @@ def read_settings(args: Any, quantization_config: Any = None) -> tuple[Settings,
         update_s=_number(args, "update_weight_timeout", DEFAULT_UPDATE_S, problems))
     problems += timeouts.problems()
     settings = Settings(
-        bucket_bytes=int(_number(args, "update_weight_buffer_size", DEFAULT_BUFFER_BYTES, problems)),
-        packed=bool(getattr(args, "vllm_weight_sync_packed", True)),
-        packed_buffer_bytes=int(_number(args, "update_weight_packed_buffer_size", DEFAULT_PACKED_BUFFER_BYTES, problems)),
+        bucket_bytes=_bytes(args, "update_weight_buffer_size", DEFAULT_BUFFER_BYTES, problems),
+        packed=_flag(args, "vllm_weight_sync_packed", True, problems),
+        packed_buffer_bytes=_bytes(args, "update_weight_packed_buffer_size", DEFAULT_PACKED_BUFFER_BYTES, problems),
         timeouts=timeouts,
         address=getattr(args, "update_weight_master_address", None),
         port_range=_port_range(getattr(args, "update_weight_port_range", None), problems),
@@ -155,6 +155,20 @@ def _number(args: Any, name: str, default: float, problems: list[str]) -> float:
         problems.append(f"args.{name} must be a positive number (got {value!r})")
         return default
     return value
+
+
+def _bytes(args: Any, name: str, default: int, problems: list[str]) -> int:
+    value = _number(args, name, default, problems)
+    if value < 1:
+        problems.append(f"args.{name} must be at least one byte (got {value!r})")
+    return int(value)
+
+
+def _flag(args: Any, name: str, default: bool, problems: list[str]) -> bool:
+    value = getattr(args, name, None)
+    if value is not None and not isinstance(value, bool):
+        problems.append(f"args.{name} must be True or False (got {value!r})")
+    return default if value is None else bool(value)
 
 
 def _port_range(value: Any, problems: list[str]) -> tuple[int, int] | None:

@@ -31,10 +31,10 @@ def connect_rollout_engines_from_distributed(args: Any, group_name: str, rollout
     if problems + wrong:
         raise ConfigurationError(problems + wrong)
     if seam is None:
-        from staged_sync.live_seam import LiveSeam  # torch.distributed and Megatron are needed from here on
+        from staged_sync.live_seam import LiveSeam  # needs torch.distributed
         device = torch.empty(0, device="cuda" if torch.cuda.is_available() else "cpu")
         seam = LiveSeam([torch.nn.ParameterList([torch.nn.Parameter(device)])])
-    trace = Trace(seam.coordinates().rank, seam.now)
+    trace = Trace(0, seam.now)  # the group's rank 0; which trainer rank that is does not matter here
     packed_in_init = tuple(seam.has_method(engine, "get_weight_transfer_info") for engine in rollout_engines)
     fleet = Fleet(tuple(rollout_engines), tuple(counts), None, packed_in_init)
     wire = Wire(seam.backend, settings.packed, settings.packed_buffer_bytes)
@@ -51,11 +51,11 @@ def disconnect_rollout_engines_from_distributed(args: Any, group_name: str, mode
 
 
 def update_weights_from_distributed(group_name: str, group: OpenGroup, weight_version: int, rollout_engines: Sequence[Any],
-                                    converted_named_tensors: Sequence[NamedTensor], *, packed: bool = False) -> list[Any]:
+                                    converted_named_tensors: Sequence[NamedTensor], *, packed: bool | None = None) -> list[Any]:
     """Announce one bucket and broadcast it; returns when every engine has it, so there are no references left to wait for.
 
-    `weight_version` is not passed on: a version is published once, after the session is finished. Raises `ValueError` where
-    `packed` is not what the group was opened with, and the first thing that goes wrong on either side.
+    `weight_version` is not passed on: a version is published once, after the session is finished. `packed`: as the group was
+    opened, where it is not given; another value raises `ValueError`. Raises the first thing that goes wrong on either side.
     """
     group.send_bucket(converted_named_tensors, packed=packed)
     return []

@@ -63,7 +63,7 @@ def report(error: DeadlineExceeded, seam: Seam, trace: Trace, folder: str | None
         events = "\n".join(f"{event.time_s:12.3f} {event.actor} [{event.phase}] {event.text()}" for event in list(trace.events))
         path.write_text(f"{error}\n\n{shown}\n\n--- stacks of rank {trace.rank} ---\n{seam.stacks()}\n"
                         f"--- its last events ---\n{events}\n")
-    except OSError as problem:
+    except Exception as problem:  # a report must never hide what it is about
         logger.error("a deadline is over on rank %d:\n%s\n(the hang report could not be written: %s)", trace.rank, shown, problem)
         return None
     logger.error("a deadline is over on rank %d:\n%s\nstacks and last events: %s", trace.rank, shown, path)

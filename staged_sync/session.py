@@ -79,7 +79,9 @@ class Session:
                 raise
             # Somebody else's session, from before this trainer was started: nobody will ever finish it.
             logger.warning("%s; clearing every engine's session and starting again", error)
-            self.clear(self._indices(), deadline, grace_s)
+            for trouble in self.abandon(deadline):
+                logger.warning("while clearing it: %s", trouble)
+            self.roll_back(self._indices(), deadline, grace_s)
             self._ask("start_weight_update", deadline, grace_s, is_checkpoint_format=True)
 
     def finish(self, version: int, deadline: Deadline, grace_s: float) -> None:
@@ -109,19 +111,17 @@ class Session:
         chosen = list(self._indices() if engines is None else engines)
         return self._best_effort(chosen, abandon.METHOD, abandon.request(), deadline, abandon.objection)
 
-    def clear(self, engines: Sequence[int], deadline: Deadline, grace_s: float) -> list[str]:
-        """Before the first start after a failed update: make sure that no session is open and none has left anything behind.
+    def roll_back(self, engines: Sequence[int], deadline: Deadline, grace_s: float) -> None:
+        """Make engines forget what an abandoned session has left behind in them. After the flush, before the start.
 
-        vLLM keeps what an abandoned session had loaded into an unfinished layer, and would count the next session's weights
-        on top of it. Our own adapter rolls that back at its start; for other engines an empty session does (start, finish:
-        nothing is generated in between, no version is given).
+        vLLM keeps what such a session had loaded into an unfinished layer, and would count the next session's weights on top of
+        it. Our own adapter rolls that back at its start; for other engines an empty session does (start, finish: nothing is
+        generated in between, no version is given).
         """
-        troubles = self.abandon(deadline, engines)
         foreign = [i for i in engines if not self._seam.has_method(self._fleet.engines[i], "get_weight_transfer_info")]
         if foreign:
             self._ask("start_weight_update", deadline, grace_s, engines=foreign, is_checkpoint_format=True)
             self._ask("finish_weight_update", deadline, grace_s, engines=foreign)
-        return troubles
 
     def _indices(self) -> range:
         return range(len(self._fleet.engines))

@@ -101,7 +101,7 @@ class Stage:
             self._failure.keep(error)
 
     def _convert(self, buckets: Bucketer, unit: Any, gathered: Any) -> None:
-        self._send_bucket(buckets.add(self._link.exporter.convert(unit, gathered)))
+        self._send_bucket(buckets.add(list(self._link.exporter.convert(unit, gathered))))
 
     def _send_rest(self, buckets: Bucketer) -> None:
         self._send_bucket(buckets.flush())

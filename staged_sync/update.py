@@ -112,11 +112,12 @@ class Update:
                 session.pause(deadline, grace_s)
             case "flush":
                 if self._unclean:
-                    _warn(session.clear(self._unclean, deadline, grace_s))
+                    _warn(session.abandon(deadline, self._unclean))
                 session.flush(deadline, grace_s)
             case "restore":
                 session.restore(deadline, grace_s)
             case "start":
+                session.roll_back(self._unclean, deadline, grace_s)
                 session.start(deadline, grace_s)
             case "finish":
                 session.finish(self.version, deadline, grace_s)

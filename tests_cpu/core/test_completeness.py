@@ -56,6 +56,12 @@ def test_a_broken_index_is_a_clear_error(tmp_path: Path, content: str) -> None:
         read_index(tmp_path)
 
 
+def test_a_checkpoint_without_tensors_is_an_error(tmp_path: Path) -> None:
+    save_file({}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointIndexError, match="names no tensors: there would be nothing to send"):
+        read_index(tmp_path)
+
+
 def test_an_index_that_names_a_tensor_no_shard_holds_is_an_error(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(2)}, tmp_path / "one.safetensors")
     weight_map = {"a": "one.safetensors", "z": "one.safetensors"}
@@ -111,8 +117,8 @@ def test_what_was_announced_and_sent_in_another_order_is_complete() -> None:
 @pytest.mark.parametrize(("sent", "offender"), [
     ([A, B], "c [] bfloat16 was announced at connect and not sent"),
     ([A, B, C, A], "a [2, 3] bfloat16 was sent more often than announced at connect"),
-    ([A, B, TensorMeta("c", torch.bfloat16, (1,))], "c [1] bfloat16 was sent more often than announced at connect"),
-    ([A, B, TensorMeta("c", torch.float32, ())], "c [] float32 was sent more often than announced at connect"),
+    ([A, B, TensorMeta("c", torch.bfloat16, (1,))], "c was announced as [] bfloat16 at connect and sent as [1] bfloat16"),
+    ([A, B, TensorMeta("c", torch.float32, ())], "c was announced as [] bfloat16 at connect and sent as [] float32"),
 ])
 def test_the_verdict_names_the_first_offender(sent: list[TensorMeta], offender: str) -> None:
     record = SentRecord(0, [A, B, C])

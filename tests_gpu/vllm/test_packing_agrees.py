@@ -16,7 +16,8 @@ SPECS = [(t.dtype, t.shape) for t in TENSORS]
 
 
 def vllm_chunks(buffer_size_bytes: int) -> list[object]:
-    packed_tensor = pytest.importorskip("vllm.distributed.weight_transfer.packed_tensor")
+    from vllm.distributed.weight_transfer import packed_tensor
+
     named, chunks = iter([(str(i), t) for i, t in enumerate(TENSORS)]), []
     while (chunk := packed_tensor.pack_tensors(named, lambda item: item[1], buffer_size_bytes)) is not None:
         chunks.append(chunk)
