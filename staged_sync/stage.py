@@ -11,7 +11,7 @@ from staged_sync.buckets import Bucketer, Pace, nbytes
 from staged_sync.completeness import SentRecord, StageReport
 from staged_sync.connect import Connection
 from staged_sync.control import Deadline
-from staged_sync.errors import GatherError
+from staged_sync.errors import CompletenessError, GatherError
 from staged_sync.exporter import NamedTensor
 from staged_sync.plan import Role, Send, group_name
 from staged_sync.rank import FirstFailure, Rank
@@ -65,7 +65,7 @@ class Stage:
         except Exception as error:
             self._failure.keep(error)
             return  # without its units this rank cannot join any gather: the peers' own deadline applies
-        if sends and units:
+        if sends and self._link.announced[self.number]:  # not `units`: an iterator does not say that it is empty
             self._try(self._begin)
         try:
             self._export(units, sends, in_step=part.part == "model")
@@ -137,7 +137,8 @@ class Stage:
         if not bucket:
             return
         rank = self._rank
-        assert rank.source.group is not None, "a source has a live group from open() to close()"
+        if rank.source.group is None:  # a stage that announces nothing opens no group
+            raise CompletenessError(f"stage {self.number} announced no tensor at connect and now exports {bucket[0][0]}")
         with rank.trace.at(group=rank.source.group.name, bucket=self._bucket):
             rank.source.group.send_bucket(bucket, self._call_deadline())
         self._record.bucket(bucket)

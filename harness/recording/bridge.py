@@ -59,8 +59,9 @@ class StubBridge(BridgeExporter):
         return super().convert(unit, gathered)  # type: ignore[arg-type]
 
     def _begin(self) -> Iterator[NamedTensor]:
-        buffer = torch.empty(max(meta.nbytes for meta in self._metas), dtype=torch.uint8)
-        for meta in self.change(list(self._metas)):
+        metas = self.change(list(self._metas))
+        buffer = torch.empty(max((meta.nbytes for meta in metas), default=0), dtype=torch.uint8)
+        for meta in metas:
             self.before("yield", meta.name)
             for collective in self._groups:
                 if len(collective.members) > 1:

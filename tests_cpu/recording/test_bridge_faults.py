@@ -300,6 +300,21 @@ def test_every_tensor_comes_exactly_once_or_the_session_is_never_finished(
         assert_none(problems_of_recovery(run))
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_stage_that_announces_nothing_opens_no_group_and_may_not_send_all_the_same(tp: int) -> None:
+    """Its iterator does not say that it is empty before it is asked."""
+    table = [[], small_table(2)[1]]
+    with RecordingJob(table=table, tp=tp, pp=2, make_exporter=BOTH["stage_local"], args=DEADLINES) as run:
+        run.connect().check()
+        opened = [event.group for event in run.update().check().events if event.event == "open"]
+        assert opened == ["vime-pp_1"] and run.differences() == []
+        everywhere(run, lambda metas: metas or [meta for unit in table[1] for meta in unit.tensors])
+        result = run.update()
+        assert_none(problems_after(run, result, "stage 0 announced no tensor at connect and now exports hf.s1.dense0", limit_s=0))
+        everywhere(run, list)
+        assert_none(problems_of_recovery(run))
+
+
 def tied_table() -> Table:
     shape = (6, 4)
     names = [["model.embed_tokens.weight", "hf.s0"], ["hf.s1"]]
