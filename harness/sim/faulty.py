@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from harness.faults import Faults
+from harness.recording.bridge import GROUP_TIMEOUT_S
 from harness.recording.engines import StubEngine
 from harness.recording.job import RecordingJob
 from harness.recording.world import RunResult
@@ -87,9 +88,10 @@ class Planted:
         return self.index if self.kind == "engine" and self.action != "raises" else None
 
 
-def limit_s(timeouts: Timeouts) -> float:
-    """What the slowest wait may take: one call, then a barrier, then clearing up."""
-    return timeouts.call_s + timeouts.phase_s + 3 * timeouts.grace_s
+def limit_s(timeouts: Timeouts, facts: Facts) -> float:
+    """What the slowest wait may take: one call, or a collective inside a bridge, then a barrier, then clearing up."""
+    longest_s = timeouts.call_s if facts.export == "raw" else max(timeouts.call_s, GROUP_TIMEOUT_S)
+    return longest_s + timeouts.phase_s + 3 * timeouts.grace_s
 
 
 def aftermath(job: RecordingJob, result: RunResult, facts: Facts) -> Findings:
@@ -107,15 +109,15 @@ def aftermath(job: RecordingJob, result: RunResult, facts: Facts) -> Findings:
                       if not engine.paused and engine.version is None]
     unplanned += [f"rule 8: rank {rank} raised {type(e).__name__}: {e}" for rank, e in result.errors.items()
                   if not isinstance(e, UpdateFailed)]
-    if result.elapsed_s > limit_s(timeouts):
-        unplanned.append(f"rule 11: the update took {result.elapsed_s:g} s, its deadlines add up to {limit_s(timeouts):g} s")
-    leaked = [] if result.died else _left_behind(job)
+    if result.elapsed_s > (limit := limit_s(timeouts, facts)):
+        unplanned.append(f"rule 11: the update took {result.elapsed_s:g} s, its deadlines add up to {limit:g} s")
+    leaked = [] if result.died else _left_behind(job, facts)
     return Findings(noted=list(world.violations), broken=violations(world.events, facts, RULES_OF_A_FAILURE), leaked=leaked,
                     unplanned=unplanned + _versions(job))
 
 
-def _left_behind(job: RecordingJob) -> list[str]:
-    kept = 1 if job.world.layout.pp == 1 else 0
+def _left_behind(job: RecordingJob, facts: Facts) -> list[str]:
+    kept = 1 if facts.keeps_its_group else 0
     live = job.world.network.live()[kept:]
     return [*(f"transfer group {c.name} of rank {c.source} is still open" for c in live),
             *(["the rollout engine lock is still held"] if job.world.lock.held else [])]

@@ -11,9 +11,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from harness.recording.topology import Layout
+from staged_sync.seam import Coordinates
 from staged_sync.trace import Event
+
+if TYPE_CHECKING:
+    from harness.sim.exports import Export
 
 
 @dataclass(frozen=True)
@@ -45,10 +50,15 @@ class Facts:
     """Whether engines have `update_weight_version`."""
     sends_are_named: bool = True
     """Whether `send` events tell HF names (a broadcast of foreign code does not)."""
+    export: Export = "raw"
 
     @property
     def went_well(self) -> bool:
         return not self.raised and not self.died
+
+    @property
+    def keeps_its_group(self) -> bool:  # rank 0 alone sends, over a group that is opened at connect
+        return self.layout.pp == 1 or self.export == "bridge"
 
 
 @dataclass(frozen=True)
@@ -116,7 +126,7 @@ _LETTERS = {"pause_generation": "P", "flush_cache": "F", "start_weight_update": 
 
 def order(trace: Trace) -> Iterator[Violation]:
     if trace.facts.went_well:
-        staged = trace.facts.layout.pp > 1
+        staged = not trace.facts.keeps_its_group
         wanted = re.compile("PFS" + ("(IU+)*" if staged else "U*") + ("NVR" if trace.facts.publishes else "NR"))
         for engine in range(len(trace.facts.engines)):
             handled = [(at, e.detail) for at, e in trace.of("handle") if e.actor == f"engine{engine}" and e.detail in _LETTERS]
@@ -135,16 +145,15 @@ def barrier_symmetry(trace: Trace) -> Iterator[Violation]:
     for at, event in trace.of("barrier"):
         if event.rank is not None:
             met[event.rank].append((at, event.detail))
-    first = met[0]
     for rank, labels in met.items():
-        for turn, ((_, wanted), (at, label)) in enumerate(zip(first, labels, strict=False)):
+        for turn, ((_, wanted), (at, label)) in enumerate(zip(met[0], labels, strict=False)):
             if label != wanted:
                 yield Violation(4, at, f"barrier {turn} of rank {rank} is '{label}', that of rank 0 is '{wanted}'")
                 break
         else:
-            if trace.facts.went_well and len(labels) != len(first):
+            if trace.facts.went_well and len(labels) != len(met[0]):
                 yield Violation(4, labels[-1][0] if labels else -1,
-                                f"rank {rank} meets {len(labels)} times, rank 0 {len(first)} times")
+                                f"rank {rank} meets {len(labels)} times, rank 0 {len(met[0])} times")
 
 
 _SOURCES_ONLY = ("listen", "open", "send", "synchronize", "close", "state")
@@ -153,13 +162,11 @@ _SOURCES_ONLY = ("listen", "open", "send", "synchronize", "close", "state")
 def inactive_ranks_touch_nothing(trace: Trace) -> Iterator[Violation]:
     ranks = trace.facts.layout.ranks
     sources = {c.pp: c for c in ranks if c.dp == 0 and c.tp == 0}
-    sources_of_all = {c.rank for c in sources.values()}
+    sources_of_all = {c.rank for stage, c in sources.items() if stage == 0 or trace.facts.export != "bridge"}
     for at, event in trace.of("gather"):
         if event.rank is None or event.stage is None:
             continue
-        c, source = ranks[event.rank], sources[event.stage]
-        needed = c.pp == event.stage and (c.dp == 0 if event.group == "tp" else c.edp == source.edp)
-        if not needed:
+        if not _exports(trace.facts, event, ranks[event.rank], sources[event.stage]):
             yield Violation(5, at, f"rank {event.rank} gathers for stage {event.stage}, which does not need it")
     for at, event in trace.of(*_SOURCES_ONLY):
         if event.event in ("state", "close", "close.done") and event.stage is None and event.rank in sources_of_all:
@@ -170,6 +177,13 @@ def inactive_ranks_touch_nothing(trace: Trace) -> Iterator[Violation]:
         lead_may = event.stage is None or not trace.facts.went_well
         if not (event.rank == 0 and lead_may) and (event.stage is None or event.rank != sources[event.stage].rank):
             yield Violation(5, at, f"{event.actor} has no business with engines and does '{event.text()}'")
+
+
+def _exports(facts: Facts, event: Event, c: Coordinates, source: Coordinates) -> bool:
+    """Whether the export of the stage needs this rank: all ranks, all of the stage, or those of the gather's group."""
+    if facts.export == "bridge":
+        return event.stage == 0
+    return c.pp == event.stage and (facts.export != "raw" or (c.dp == 0 if event.group == "tp" else c.edp == source.edp))
 
 
 def once_each(trace: Trace) -> Iterator[Violation]:
@@ -192,15 +206,15 @@ def once_each(trace: Trace) -> Iterator[Violation]:
                 yield Violation(6, -1, f"{name} is missing from what was {'received' if what != 'send' else 'sent'}")
 
 
-def one_stage_pays_nothing(trace: Trace) -> Iterator[Violation]:
+def one_source_pays_nothing(trace: Trace) -> Iterator[Violation]:
     facts = trace.facts
-    if facts.layout.pp > 1 or not facts.went_well:
+    if not facts.keeps_its_group or not facts.went_well:
         return
     for at, event in trace.of("listen", "open", "join", "close", "state"):
-        yield Violation(7, at, f"{event.actor} does '{event.text()}' in an update with one pipeline stage")
+        yield Violation(7, at, f"{event.actor} does '{event.text()}' in an update that one source sends")
     barriers = Counter(event.rank for _, event in trace.of("barrier"))
-    if set(barriers.values()) != {7}:
-        yield Violation(7, -1, f"barriers per rank: {dict(barriers)}, must be 7 (2 while sending, 5 around)")
+    if set(barriers.values()) != {5 + (while_sending := 2 if facts.export == "raw" else 1)}:
+        yield Violation(7, -1, f"barriers per rank: {dict(barriers)}, must be {while_sending} while sending and 5 around")
     engines, sends = len(facts.engines), len(trace.of("send"))
     lead = (6 if facts.publishes else 5) * engines
     if (calls := len(trace.of("rpc"))) != lead + sends * (engines + 2):
@@ -270,15 +284,17 @@ def sent_before_closed(trace: Trace) -> Iterator[Violation]:
 
 def local_state(trace: Trace) -> Iterator[Violation]:
     named: dict[str, tuple[int, str]] = {}
+    facts = trace.facts
     for at, event in trace.of("state"):
         named[event.actor] = (at, event.detail)
     for actor, (at, detail) in named.items():
-        if detail != "group_name=None" and trace.facts.layout.pp > 1 and actor not in {f"rank{r}" for r in trace.facts.died}:
+        kept = facts.layout.pp == 1 or (facts.keeps_its_group and (actor, detail) == ("rank0", "group_name=vime-pp_0"))
+        if detail != "group_name=None" and not kept and actor not in {f"rank{r}" for r in facts.died}:
             yield Violation(14, at, f"{actor} keeps {detail} after the update")
 
 
 RULES: Mapping[int, Rule] = {
     1: one_receiver_communicator, 2: one_session, 3: order, 4: barrier_symmetry, 5: inactive_ranks_touch_nothing, 6: once_each,
-    7: one_stage_pays_nothing, 8: failures_reach_everybody, 9: fail_stop, 11: no_endless_wait, 12: bit_for_bit,
+    7: one_source_pays_nothing, 8: failures_reach_everybody, 9: fail_stop, 11: no_endless_wait, 12: bit_for_bit,
     13: sent_before_closed, 14: local_state,
 }

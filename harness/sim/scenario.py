@@ -15,6 +15,7 @@ import torch
 from harness.recording.engines import EngineOptions
 from harness.recording.model import StubUnit, Table, hf_metas, write_checkpoint
 from harness.recording.topology import Layout
+from harness.sim.exports import Export
 from staged_sync.exporter import Part, TensorMeta
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class Scenario:
     """`stages`: (dense, expert) tensors of each pipeline stage, None for one dense tensor each. With `bucket_bytes=1` every
     tensor is a bucket of its own. `mutant`: a name of the zoo. `connects`: every schedule begins with connect, in a fresh
     world; otherwise the worlds are connected once and every schedule is one more update. `fault`: see harness/sim/faulty.py.
+    `export`: see harness/sim/exports.py; with anything but `raw` the kinds of tensors are all one.
     `impl`: somebody else's class, `package.module:Class`, and `adapter`: what is said about it, `package.module:NAME`.
     """
 
@@ -60,6 +62,7 @@ class Scenario:
     engines: tuple[int, ...] = (1,)
     receiver: Receiver = "vllm"
     sends: Sends = "rendezvous"
+    export: Export = "raw"
     bucket_bytes: int = 1
     packed: bool = False
     packed_buffer_bytes: int = 64
@@ -72,6 +75,11 @@ class Scenario:
     def __repr__(self) -> str:
         said = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
         return f"Scenario({', '.join(said)})"
+
+    @property
+    def ends_by_deadline(self) -> bool:
+        """Whether a wait that only a deadline ends belongs to it: elsewhere that is a deadlock."""
+        return bool(self.fault) or self.export == "declared wrongly"
 
     @property
     def layout(self) -> Layout:
@@ -88,6 +96,9 @@ class Scenario:
     def simulate(self) -> Simulation | ForeignSimulation:
         from harness.foreign.simulation import ForeignSimulation  # both need scenarios
         from harness.sim.simulation import Simulation
+        if self.impl and self.export != "raw":
+            raise ValueError(f"export must be 'raw' with an implementation of somebody else, which brings its own "
+                             f"(got {self.export!r})")
         return ForeignSimulation(self) if self.impl else Simulation(self)
 
     @contextmanager

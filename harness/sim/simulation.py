@@ -19,6 +19,7 @@ from harness.recording.kernel import Deadlock, Kernel, StepBound, Task
 from harness.recording.model import hf_metas
 from harness.recording.scheduler import round_robin
 from harness.recording.world import RunResult
+from harness.sim.exports import EXPORTERS
 from harness.sim.faulty import Planted, aftermath, cannot_recover, recovery
 from harness.sim.invariants import Facts, violations
 from harness.sim.outcome import Findings, Outcome
@@ -60,7 +61,7 @@ class Simulation:
         if scenario.sends == "streams":
             world.devices.update({rank: Device(world.kernel, rank) for rank in range(world.layout.world_size)})
         self.connected = False
-        self.job.world.kernel.stall_is_deadlock = not scenario.fault
+        self.job.world.kernel.stall_is_deadlock = not scenario.ends_by_deadline
 
     def __enter__(self) -> Self:
         return self
@@ -123,7 +124,7 @@ class Simulation:
             return replace(found, noted=noted)
         events = update_events(world.events) if self.scenario.connects else world.events
         raised = [f"rank {rank}: {text}" for rank, text in facts.raised.items()]
-        kept = 1 if self.scenario.pp == 1 else 0
+        kept = 1 if facts.keeps_its_group else 0
         leaked = [f"transfer group {channel.name} of rank {channel.source} is still open after the update"
                   for channel in world.network.live()[kept:]]
         return replace(found, noted=noted, broken=violations(events, facts), leaked=leaked, raised=raised)
@@ -136,8 +137,8 @@ def make_job(scenario: Scenario, faults: Faults) -> RecordingJob:
         "update_weight_packed_buffer_size": scenario.packed_buffer_bytes, "update_weight_report_folder": "no such folder"}
     folder = checkpoint_folder(scenario.stages or ((1, 0),) * scenario.pp, scenario.vpp)
     return RecordingJob(table=table, engines=scenario.engine_options(), args=args, faults=faults, folder=folder,
-                        max_steps=MAX_STEPS, tp=scenario.tp, pp=scenario.pp, dp=scenario.dp, cp=scenario.cp, ep=scenario.ep,
-                        etp=scenario.etp)
+                        make_exporter=EXPORTERS[scenario.export], max_steps=MAX_STEPS, tp=scenario.tp, pp=scenario.pp,
+                        dp=scenario.dp, cp=scenario.cp, ep=scenario.ep, etp=scenario.etp)
 
 
 def facts_of(scenario: Scenario, job: RecordingJob, result: RunResult) -> Facts:
@@ -148,7 +149,7 @@ def facts_of(scenario: Scenario, job: RecordingJob, result: RunResult) -> Facts:
         raised={rank: f"{type(error).__name__}: {error}" for rank, error in result.errors.items()},
         died=tuple(result.died), endless=tuple(job.world.kernel.endless),
         differences=tuple(job.differences()) if well else (),
-        publishes=not job.world.engines[0].options.plain_vime)
+        publishes=not job.world.engines[0].options.plain_vime, export=scenario.export)
 
 
 def update_events(events: Sequence[Event]) -> Sequence[Event]:

@@ -38,6 +38,19 @@ def all_places(scenario: Scenario) -> list[Place]:
     return list(places(run_once(scenario, Fair()).events))
 
 
+def fails_badly(world: Scenario, explorer: Callable[[int], Explorer]) -> str:
+    """Plant every fault that there is, one at a time; what did not end as it must, with the calls that replay it."""
+    found: list[Failure] = []
+    faults = [(place, fault) for place in all_places(world) for fault in place.faults()]
+    for number, (place, fault) in enumerate(faults):
+        scenario, how = replace(world, fault=fault), explorer(number)
+        run = run_once(scenario, how)
+        if run.outcome.kind != "well":
+            found.append(Failure(scenario, run.outcome, encode(run.choices), number, f"{how.name}, at '{place.text}'"))
+    assert len(faults) > 80
+    return "\n\n".join([failure.text() for failure in found[:5]] + [f"… {len(found)} of {len(faults)} faults"] * bool(found))
+
+
 ALWAYS = [("pp1", "random"), ("pp2", "round robin"), ("pp2", "random"), ("pp2, an empty stage", "pct"), ("tp2 pp2", "pct"),
           ("dp2 ep2 pp2", "random"), ("pp2, packed", "pct")]
 THOROUGH = [pytest.param(layout, how, marks=pytest.mark.thorough) for layout in LAYOUTS for how in EXPLORERS
@@ -46,15 +59,7 @@ THOROUGH = [pytest.param(layout, how, marks=pytest.mark.thorough) for layout in 
 
 @pytest.mark.parametrize(("layout", "how"), ALWAYS + THOROUGH)
 def test_every_fault_at_every_operation_is_heard_in_time_and_the_next_update_is_exact(layout: str, how: str) -> None:
-    found: list[Failure] = []
-    faults = [(place, fault) for place in all_places(LAYOUTS[layout]) for fault in place.faults()]
-    for number, (place, fault) in enumerate(faults):
-        scenario = replace(LAYOUTS[layout], fault=fault)
-        run = run_once(scenario, EXPLORERS[how](number))
-        if run.outcome.kind != "well":
-            found.append(Failure(scenario, run.outcome, encode(run.choices), number, f"{how}, at '{place.text}'"))
-    assert len(faults) > 80
-    assert not found, "\n\n".join(failure.text() for failure in found[:5]) + f"\n… {len(found)} of {len(faults)} faults"
+    assert not fails_badly(LAYOUTS[layout], EXPLORERS[how])
 
 
 def test_every_operation_is_a_place() -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from harness.sim import Scenario
+from harness.sim.exports import Export
 
 MAX_RANKS = 16
+EXPORTS: tuple[Export, ...] = ("raw", "raw", "raw", "bridge", "stage-local")
 
 
 @st.composite
 def scenarios(draw: st.DrawFn) -> Scenario:
-    """tp, pp, dp, cp, ep, vpp; up to 3 engines of unequal size; 0 to 5 buckets per stage, empty stages; dense and MoE."""
+    """tp, pp, dp, cp, ep, vpp; raw and bridge export; up to 3 engines of unequal size; 0 to 5 buckets per stage, empty stages;
+    dense and MoE."""
     pp = draw(st.sampled_from([1, 2, 2, 2, 3, 4]))
     tp = draw(st.sampled_from([n for n in (1, 1, 1, 1, 2, 2, 4) if n * pp <= MAX_RANKS]))
     dp = draw(st.sampled_from([n for n in (1, 1, 1, 1, 2, 4) if n * tp * pp <= MAX_RANKS]))
@@ -24,8 +27,9 @@ def scenarios(draw: st.DrawFn) -> Scenario:
     if not any(dense + expert for dense, expert in stages):
         stages = ((1, 0), *stages[1:])
     packed = draw(st.booleans())
+    export = draw(st.sampled_from(EXPORTS))
     return Scenario(
-        tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, etp=etp, stages=stages, vpp=draw(st.integers(1, 2)),
+        tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, etp=etp, export=export, stages=stages, vpp=draw(st.integers(1, 2)),
         engines=tuple(draw(st.lists(st.sampled_from([1, 1, 2, 3]), min_size=1, max_size=draw(st.sampled_from([1, 1, 2, 3]))))),
         receiver=draw(st.sampled_from(["vllm", "stock vllm", "stock vllm 0.27", "vime"])),
         bucket_bytes=draw(st.sampled_from([1, 60, 1 << 20])), packed=packed, connects=draw(st.sampled_from([False] * 7 + [True])))

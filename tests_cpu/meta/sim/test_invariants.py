@@ -18,6 +18,8 @@ Story = list[Event]
 
 STAGED = Scenario(tp=2, dp=2, pp=2, engines=(1, 2), stages=((2, 1), (1, 0)))
 SINGLE = Scenario(stages=((2, 1),))
+BRIDGE = Scenario(tp=2, pp=2, engines=(1, 2), export="bridge")
+STAGE_LOCAL = Scenario(tp=2, pp=2, engines=(1, 2), export="stage-local")
 
 
 def story(scenario: Scenario) -> tuple[Story, Facts]:
@@ -111,6 +113,50 @@ def test_one_stage_that_pays_for_more_is_reported(edit: Callable[[Story], Story]
     events, facts = story(SINGLE)
     assert rules_broken(events, facts) == set()
     assert 7 in rules_broken(edit(events), facts)
+
+
+def inserted(text: str, like: str, **fields: Any) -> Callable[[Story], Story]:
+    """An event as the one that begins with `text`, with other fields, ahead of the one that begins with `like`."""
+    def edit(events: Story) -> Story:
+        at = find(events, like)
+        return [*events[:at], replace(events[find(events, text)], **fields), *events[at:]]
+    return edit
+
+
+BRIDGED: list[tuple[Scenario, int, str, Callable[[Story], Story]]] = [
+    (BRIDGE, 3, "an engine is asked to join again", inserted(
+        "handle flush_cache", "handle update_weights", detail="init_weights_update_group")),
+    (BRIDGE, 4, "a rank meets once less", without("barrier stage=0 model exported", actor="rank3")),
+    (BRIDGE, 5, "another stage's source sends", changed("send vime-pp_0", rank=2)),
+    (BRIDGE, 5, "a turn of stage 1", changed("gather export", actor="rank2", stage=1)),
+    (BRIDGE, 7, "a group is opened", inserted("send vime-pp_0", "send vime-pp_0", event="open")),
+    (BRIDGE, 7, "one barrier more on every rank", lambda events: [
+        copy for e in events for copy in [e] * (2 if e.text() == "barrier paused" else 1)]),
+    (BRIDGE, 14, "another stage's source has a group name", inserted(
+        "send", "barrier resumed", event="state", rank=2, actor="rank2", detail="group_name=vime-pp_0")),
+    (BRIDGE, 14, "the source keeps another name", inserted(
+        "send", "barrier resumed", event="state", detail="group_name=vime-pp_1")),
+    (STAGE_LOCAL, 1, "a group is never closed", without("close.done vime-pp_1")),
+    (STAGE_LOCAL, 4, "two barriers after the export", again("barrier stage=0 stage 0 exported", actor="rank2")),
+    (STAGE_LOCAL, 5, "another stage exports", changed("gather export stage=0", actor="rank1", rank=3)),
+    (STAGE_LOCAL, 14, "a group name is kept", without("state stage=0 group_name=None")),
+]
+
+
+@pytest.mark.parametrize(("scenario", "rule", "edit"), [(scenario, rule, edit) for scenario, rule, _, edit in BRIDGED],
+                         ids=[f"{scenario.export}: {what}" for scenario, _, what, _ in BRIDGED])
+def test_a_rule_of_bridge_export_broken_by_hand_is_reported(scenario: Scenario, rule: int,
+                                                            edit: Callable[[Story], Story]) -> None:
+    events, facts = story(scenario)
+    assert rules_broken(events, facts) == set()
+    assert rule in rules_broken(edit(events), facts)
+
+
+def test_rank_0_may_keep_the_name_of_the_group_that_a_collective_export_keeps() -> None:
+    events, facts = story(BRIDGE)
+    named = inserted("send", "barrier resumed", event="state", detail="group_name=vime-pp_0")(events)
+    assert 14 not in rules_broken(named, facts)
+    assert 14 in rules_broken(named, replace(facts, export="stage-local"))
 
 
 @pytest.mark.parametrize(("rule", "fields"), [

@@ -1,0 +1,21 @@
+"""How the ranks of a simulated trainer export, by name."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+from harness.recording.bridge import bridge
+from harness.recording.job import MakeExporter
+
+Export: TypeAlias = Literal["raw", "bridge", "stage-local", "declared wrongly"]
+"""
+raw               our own: gathers in the groups that each unit needs
+bridge            an iterator that all ranks meet in at every step, declared pipeline_collective
+stage-local       an iterator that the ranks of one stage meet in, declared stage_local
+declared wrongly  the iterator of `bridge`, declared stage_local: only a deadline ends it, and the error must say why
+"""
+
+EXPORTERS: dict[Export, MakeExporter | None] = {
+    "raw": None, "bridge": bridge("pipeline_collective"), "stage-local": bridge("stage_local", ("tp",)),
+    "declared wrongly": bridge("stage_local", ("pp", "tp")),
+}
