@@ -120,6 +120,7 @@ class Session:
         """
         foreign = [i for i in engines if not self._seam.has_method(self._fleet.engines[i], "get_weight_transfer_info")]
         if foreign:
+            self.started = True
             self._ask("start_weight_update", deadline, grace_s, engines=foreign, is_checkpoint_format=True)
             self._ask("finish_weight_update", deadline, grace_s, engines=foreign)
 

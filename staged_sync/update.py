@@ -115,9 +115,11 @@ class Update:
                     _warn(session.abandon(deadline, self._unclean))
                 session.flush(deadline, grace_s)
             case "restore":
+                session.roll_back(self._unclean, deadline, grace_s)
                 session.restore(deadline, grace_s)
             case "start":
-                session.roll_back(self._unclean, deadline, grace_s)
+                if not self._rank.settings.post_process:  # else it was done before the engines restored their layout
+                    session.roll_back(self._unclean, deadline, grace_s)
                 session.start(deadline, grace_s)
             case "finish":
                 session.finish(self.version, deadline, grace_s)

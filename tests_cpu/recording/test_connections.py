@@ -211,3 +211,17 @@ def test_a_reply_that_says_no_is_a_failure(reply: Any) -> None:
 def test_completeness_errors_are_the_same_on_every_rank() -> None:
     with RecordingJob(pp=2, table=small_table(2), checkpoint=small_table(2, dense=3)) as job:
         assert "missing: hf.s0.dense2" in one_text(job.connect(), CompletenessError)
+
+
+def test_a_roll_back_that_fails_leaves_no_session_open() -> None:
+    faults = Faults()
+    with failing_job(faults, pp=2, engines=[EngineOptions(plain_vime=True)]) as job:
+        job.connect().check()
+        faults.fail_at(rank=1, event="send", stage=1)
+        one_text(job.update(), UpdateFailed)
+        faults.engine_error(engine=0, method="finish_weight_update")  # of the empty session before the real one
+        assert "rollout engine 0 failed in finish_weight_update" in one_text(job.update(), UpdateFailed)
+        assert not job.world.engines[0]._session_open() and job.world.engines[0].paused
+        job.step = 2
+        job.update().check()
+        assert job.differences() == []
