@@ -82,6 +82,15 @@ def session_over(cluster: Any, *broken: str) -> tuple[Session, list[Any]]:
     return Session(seam, Trace(0, seam.now), fleet), engines
 
 
+def kill(cluster: Any, actor: Any) -> None:
+    """Returns when it is dead: `ray.kill` only asks for it, and an actor may answer one more call."""
+    cluster.get(actor.seen.remote(), timeout=60)
+    cluster.kill(actor)
+    with pytest.raises(ray.exceptions.RayActorError):
+        while True:
+            cluster.get(actor.seen.remote(), timeout=60)
+
+
 def in_s(seconds: float) -> Deadline:
     return Deadline(time.monotonic() + seconds, "update_weight_call_timeout")
 
@@ -103,8 +112,7 @@ def test_the_text_of_an_actors_own_error_is_kept(cluster: Any) -> None:
 
 def test_a_dead_actor_is_an_engine_error_at_once(cluster: Any) -> None:
     session, engines = session_over(cluster, "", "")
-    cluster.get(engines[1].seen.remote(), timeout=60)
-    cluster.kill(engines[1])
+    kill(cluster, engines[1])
     began = time.monotonic()
     with pytest.raises(EngineError, match="rollout engine 1 failed in pause_generation"):
         session.pause(in_s(60), 1.0)
