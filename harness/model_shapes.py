@@ -46,7 +46,7 @@ EXTRA: Mapping[str, dict[str, Any]] = {
     # kv_lora_rank 512 and 64 rotary channels: the only latent attention that vLLM's CPU build has. topk_method: transformers
     # does not write it, and vLLM has no e_score_correction_bias without it.
     "deepseek_v3": EXPERTS | {"attention_bias": False, "q_lora_rank": 48, "kv_lora_rank": 512, "qk_nope_head_dim": 32,
-                              "qk_rope_head_dim": 64, "v_head_dim": 40, "n_routed_experts": 8, "n_shared_experts": 2,
+                              "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 8, "n_shared_experts": 2,
                               "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.5,
                               "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1,
                               "num_nextn_predict_layers": 0, "rope_interleave": True},

@@ -1,4 +1,4 @@
-"""What vLLM's CPU build (0.32.0) leaves stale after a weight update, put right at `finish_weight_update`.
+"""What vLLM's CPU build (0.32.0) leaves stale after a weight update, or cannot update, put right around the session.
 
 The CPU build packs a layer's weight for its matrix kernels when it is loaded (vllm/model_executor/layers/utils.py,
 `dispatch_cpu_unquantized_gemm`) and computes with the packed copy. A layerwise reload packs again for the layers that a
@@ -9,6 +9,10 @@ Experts are packed by the first load and never again (vllm/model_executor/layers
 `_setup_kernel` packs only where it makes the kernel): an update leaves checkpoint-shaped bytes where the kernel reads packed
 ones. They are packed at the same place, each time a layer has been loaded. Other expert kernels than the unquantised one are
 refused, since nobody has looked at what they leave stale.
+
+On processors with AMX, latent attention (vllm/model_executor/layers/attention/mla_attention.py, `MLAAttention`) keeps packed copies
+of `kv_b_proj` and drops the weight itself, so that a reload has nowhere to put the new one and fails. It gets a place again
+before every session; when the session is finished, vLLM packs and drops it as it did at the first load.
 """
 
 from __future__ import annotations
@@ -54,6 +58,16 @@ def pack_experts(layer: torch.nn.Module) -> None:
     """Pack the checkpoint-shaped weights that `layer` (vLLM's RoutedExperts) has just been loaded with. Once: packing twice
     would scramble them."""
     layer.quant_method.moe_kernel.fused_experts.process_weights_after_loading(layer)  # type: ignore[operator, union-attr]
+
+
+def make_room(model: torch.nn.Module) -> None:
+    """Before a session: give every latent attention that has dropped its `kv_b_proj` weight a new one to load into. It holds
+    NaN, so that a session that never brings it cannot pass unseen."""
+    for layer in model.modules():
+        if getattr(layer, "is_amx_bmm_enabled", False) and layer.kv_b_proj.weight.numel() == 0:
+            linear = layer.kv_b_proj
+            shape = (sum(linear.output_partition_sizes), linear.input_size_per_partition)
+            linear.weight = torch.nn.Parameter(torch.full(shape, float("nan"), dtype=linear.params_dtype), requires_grad=False)
 
 
 def repair(model: torch.nn.Module) -> None:

@@ -74,6 +74,7 @@ class GlooWeightTransferEngine(NCCLWeightTransferEngine):
 
     def start_weight_update(self) -> None:
         reload.roll_back(self.model)
+        cpu_repairs.make_room(self.model)
         super().start_weight_update()
 
     def receive_weights(self, update_info: NCCLWeightTransferUpdateInfo) -> None:

@@ -108,6 +108,37 @@ def test_experts_are_packed_again(make_engine: EngineFactory, tmp_path: Path, re
         assert receiver.engine.generate(PROMPTS) == reference(step)
 
 
+def test_latent_attention_is_updated_on_processors_with_amx_too(make_engine: EngineFactory, tmp_path: Path, reference: Reference,
+                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    """With AMX, vLLM drops a weight that a reload needs: without the repair every update fails, which is shown where it is so."""
+    steps = [make_checkpoint(tmp_path / f"mla{step}", "deepseek_v3", step=step, num_layers=2) for step in (0, 1, 2)]
+    receiver = make_engine(steps[0])
+    if torch.cpu._is_amx_tile_supported():
+        with monkeypatch.context() as patch:
+            patch.setattr(cpu_repairs, "make_room", lambda model: None)
+            with pytest.raises(Exception, match=r"size of tensor a \(0\) must match"):
+                update(receiver, read_checkpoint(steps[0]), "no room")
+    for step in steps:
+        update(receiver, read_checkpoint(step), step.name)
+        assert receiver.engine.generate(PROMPTS) == reference(step)
+
+
+def test_room_is_made_once_and_only_where_a_weight_was_dropped() -> None:
+    def attention(weight: torch.Tensor, amx: bool) -> torch.nn.Module:
+        layer = torch.nn.Module()
+        layer.is_amx_bmm_enabled = amx
+        layer.kv_b_proj = torch.nn.Linear(1, 1)
+        layer.kv_b_proj.weight = torch.nn.Parameter(weight)
+        vars(layer.kv_b_proj).update(output_partition_sizes=[96], input_size_per_partition=32, params_dtype=torch.bfloat16)
+        return layer
+
+    dropped, kept, other = attention(torch.empty(0), True), attention(torch.ones(2), True), attention(torch.empty(0), False)
+    cpu_repairs.make_room(torch.nn.Sequential(dropped, kept, other))
+    made = dropped.kv_b_proj.weight
+    assert (made.shape, made.dtype, bool(made.isnan().all())) == ((96, 32), torch.bfloat16, True)
+    assert torch.equal(kept.kv_b_proj.weight, torch.ones(2)) and other.kv_b_proj.weight.numel() == 0
+
+
 def test_a_model_that_would_go_stale_is_refused() -> None:
     experts = torch.nn.Module()
     experts.quant_method = mock.Mock(spec=["moe_kernel"])
