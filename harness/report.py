@@ -19,9 +19,9 @@ _WIDTH = 400
 """More than any row needs: a row that is cut proves nothing."""
 
 _CAPTION = """\
-pause … resume: seconds on the lead, barriers included. bit-exact: tensors on arrival against the safetensors file, per engine.
-after finish: parameters against a reference engine's (in brackets: those read as they were before vLLM packed them).
-tokens, logprobs: every prompt of every engine against the reference engine's."""
+pause … resume: seconds on the lead, barriers included. bit-exact: tensors on arrival against the safetensors file, per engine,
+over all of its workers. after finish: parameters against a reference engine's (in brackets: those read as they were before vLLM
+packed them). tokens, logprobs: every prompt of every engine against the reference engine's."""
 
 
 def print_summary(reports: Sequence[SyncReport], file: TextIO) -> None:

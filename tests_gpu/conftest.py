@@ -169,7 +169,7 @@ def exact(request: pytest.FixtureRequest) -> Callable[[SyncReport], SyncReport]:
 
 def on_device(config: pytest.Config, topology: Topology) -> Topology:
     """A test's own topology on the device that the command line asks for."""
-    return msgspec.structs.replace(topology, device=choose(config.option.device, topology.world_size).name)
+    return msgspec.structs.replace(topology, device=choose(config.option.device, topology.gpus).name)
 
 
 @pytest.fixture

@@ -93,6 +93,9 @@ class SyncJob:
         self.world.run(scenario, on=self.world.trainer_ranks, deadline=self.deadline, **self._engines(None))
 
     def _engines(self, counts: Sequence[int] | None) -> dict[str, Any]:
+        sizes = self.world.topology.workers
+        if counts is None and sizes:
+            counts = [sizes[engine.rank - self.world.topology.trainers] for engine in self.chosen]
         return {"engines": [engine.target for engine in self.chosen], "lock": self.lock,
                 "counts": None if counts is None else list(counts)}
 

@@ -44,7 +44,7 @@ def main() -> None:
     options = _options()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     topology = Topology(tp=options.tp, pp=options.pp, dp=replicas(options.tp, options.ep), ep=options.ep, engines=options.engines)
-    device = choose(options.device, topology.world_size)
+    device = choose(options.device, topology.gpus)
     topology = msgspec.structs.replace(topology, device=device.name)
     if world_size != topology.world_size:
         sys.exit(f"--nproc-per-node must be {topology.world_size} for {topology.text()} (got {world_size})")

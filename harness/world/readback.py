@@ -28,8 +28,6 @@ def record_unpacked_weights() -> None:
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
     stock = UnquantizedLinearMethod.process_weights_after_loading
-    if hasattr(stock, "records"):
-        return
 
     def process(self: Any, layer: torch.nn.Module) -> None:
         weight = getattr(layer, "weight", None)
@@ -37,16 +35,10 @@ def record_unpacked_weights() -> None:
             setattr(layer, _RECORD, weight.detach().clone())
         stock(self, layer)
 
-    process.records = True  # type: ignore[attr-defined]
     UnquantizedLinearMethod.process_weights_after_loading = process
 
 
-def read_back(llm: Any) -> list[ReadBack]:
-    """One per worker of the engine."""
-    return list(llm.apply_model(_read_model))
-
-
-def _read_model(model: torch.nn.Module) -> ReadBack:
+def read_model(model: torch.nn.Module) -> ReadBack:
     tensors, unpacked = {}, set()
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):

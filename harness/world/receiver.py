@@ -10,23 +10,25 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 
-from harness.checkpoints import config_only_copy, read_checkpoint
-from harness.compare import compare, compare_arrivals
+from harness.checkpoints import config_only_copy
+from harness.compare import Comparison, compare
 from harness.one_process import admit_experts
 from harness.world import planted
 from harness.world.rank import RankContext
-from harness.world.readback import read_back, record_unpacked_weights
 from harness.world.rpc import Target, public_methods
+
+if TYPE_CHECKING:
+    from harness.world.readback import ReadBack
+    from harness.world.worker_probe import Arrived
 
 PROMPTS = ([1, 2, 3, 4], [9, 8, 7], [100, 50, 25, 12, 6], [33])
 NEW_TOKENS = 12
@@ -40,9 +42,11 @@ class Generation(msgspec.Struct, frozen=True):
 
 
 class EngineReport(msgspec.Struct, frozen=True):
-    """What one engine received and became, against the checkpoint that it should have."""
+    """What one engine received and became, against the checkpoint that it should have. Counts are over all of its workers:
+    each receives every tensor, and keeps its share."""
 
     engine: int
+    workers: int
     version: str
     tensors_equal: int
     tensors_total: int
@@ -62,33 +66,11 @@ class EngineReport(msgspec.Struct, frozen=True):
 
 
 @dataclass(slots=True)
-class Arrivals:
-    """What came over the wire since the last `forget`, copied before vLLM loads it."""
-
-    before: Callable[[str], None]
-    stopped: bool = False
-    tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
-    groups: list[str] = field(default_factory=list)
-
-    def on_receive(self, _engine: Any, group: Any, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        self.before("receive")
-        if self.stopped:
-            return
-        self.groups.append("" if group is None else group.terms.name)
-        self.tensors += [(name, tensor.clone()) for name, tensor in tensors]
-
-    def forget(self) -> None:
-        self.tensors.clear()
-        self.groups.clear()
-
-
-@dataclass(slots=True)
 class Receiver:
-    """The engine under test, what arrived for it, and reference engines by checkpoint."""
+    """The engine under test."""
 
     llm: Any
     engine: Any
-    arrivals: Arrivals
 
 
 def prepare(context: RankContext, *, checkpoint: str, backend: str | None = None) -> dict[str, Any]:
@@ -101,48 +83,26 @@ def prepare(context: RankContext, *, checkpoint: str, backend: str | None = None
     home = config_only_copy(checkpoint, context.files.directory / f"config{context.engine}")
     llm = _llm(context, home, load_format="dummy", backend=backend)
     before = partial(planted.at_call, context)
-    arrivals = Arrivals(before)
-    _record_arrivals(arrivals, backend)
+    from harness.world.worker_probe import ARRIVALS
+
+    ARRIVALS.before = before
     engine = InProcessEngine(llm)
-    context.state["receiver"] = Receiver(llm, engine, arrivals)
+    context.state["receiver"] = Receiver(llm, engine)
+    forget(context)
     target = Target(f"engine {context.engine}", context.serve(engine, before), os.getpid(), list(public_methods(engine)))
     assert context.server is not None
     context.server.group = lambda: engine.get_weight_transfer_info()["group_name"] or ""
     return msgspec.to_builtins(target)
 
 
-def _record_arrivals(arrivals: Arrivals, backend: str) -> None:
-    """Let `arrivals` see what the back end is about to load. Ours has a hook; of the stock NCCL one the loading itself is
-    watched (not yet run on a GPU)."""
-    if backend != "nccl":
-        from staged_sync.vllm.gloo_engine import GlooWeightTransferEngine
-
-        GlooWeightTransferEngine.on_receive[:] = [arrivals.on_receive]
-        return
-    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
-
-    stock = getattr(NCCLWeightTransferEngine.receive_weights, "stock", NCCLWeightTransferEngine.receive_weights)
-
-    def receive(self: Any, update_info: Any) -> None:
-        load = self.model.load_weights
-
-        def watched(tensors: Any) -> Any:
-            named = list(tensors)
-            arrivals.on_receive(self, None, named)
-            return load(named)
-
-        with patch.object(self.model, "load_weights", watched):
-            stock(self, update_info)
-
-    receive.stock = stock  # type: ignore[attr-defined]
-    NCCLWeightTransferEngine.receive_weights = receive
-
-
 def forget(context: RankContext, *, stop: bool = False) -> None:
     """Start a new recording, or `stop` recording (many updates would fill the memory)."""
-    arrivals = _receiver(context).arrivals
-    arrivals.forget()
-    arrivals.stopped = stop
+    _receiver(context).llm.collective_rpc("probe_forget", args=(stop,))
+
+
+def kill_worker(context: RankContext, *, worker: int, broadcast: int) -> None:
+    """One of several workers dies in the middle of a bucket: see `WorkerProbe.probe_die`."""
+    _receiver(context).llm.collective_rpc("probe_die", args=(worker, broadcast))
 
 
 def state(context: RankContext) -> dict[str, Any]:
@@ -153,8 +113,8 @@ def state(context: RankContext) -> dict[str, Any]:
 
 def dtypes(context: RankContext, *, ending: str) -> dict[str, str]:
     """In which dtype the engine keeps the parameters whose names end so."""
-    (mine,) = read_back(_receiver(context).llm)
-    return {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in mine.tensors.items() if name.endswith(ending)}
+    return {name: str(tensor.dtype).removeprefix("torch.") for worker in _read_back(_receiver(context).llm)
+            for name, tensor in worker.tensors.items() if name.endswith(ending)}
 
 
 def generate(context: RankContext) -> dict[str, Any]:
@@ -164,28 +124,43 @@ def generate(context: RankContext) -> dict[str, Any]:
 
 def check(context: RankContext, *, checkpoint: str) -> dict[str, Any]:
     """Compare what arrived and what the engine became with `checkpoint`."""
-    receiver, want = _receiver(context), read_checkpoint(checkpoint)
-    arrived = compare_arrivals(receiver.arrivals.tensors, want)
-    reference = _reference(context, checkpoint)
-    (mine,), (other,) = read_back(receiver.llm), read_back(reference)
-    parameters = compare(mine.tensors, other.tensors)
+    receiver, reference = _receiver(context), _reference(context, checkpoint)
+    arrived: list[Arrived] = receiver.llm.collective_rpc("probe_arrived", args=(checkpoint,))
+    arrivals = [worker.comparison for worker in arrived]
+    mine = _read_back(receiver.llm)
+    parameters = _compare_workers(mine, _read_back(reference))
     said, expected = _generate(receiver.llm), _generate(reference)
     report = EngineReport(
-        engine=context.engine, version=str(receiver.llm.get_weight_version()),
-        tensors_equal=arrived.equal, tensors_total=arrived.total,
-        parameters_equal=parameters.equal, parameters_total=parameters.total, parameters_unpacked=len(mine.unpacked),
+        engine=context.engine, workers=len(arrived), version=str(receiver.llm.get_weight_version()),
+        tensors_equal=sum(c.equal for c in arrivals), tensors_total=sum(c.total for c in arrivals),
+        parameters_equal=sum(c.equal for c in parameters), parameters_total=sum(c.total for c in parameters),
+        parameters_unpacked=sum(len(worker.unpacked) for worker in mine),
         tokens_equal=said.tokens == expected.tokens, logprobs_equal=said.logprobs == expected.logprobs,
-        groups=list(dict.fromkeys(receiver.arrivals.groups)), bytes=sum(t.nbytes for _, t in receiver.arrivals.tensors),
-        problems=[*arrived.problems, *(f"after finish, {problem}" for problem in parameters.problems)])
+        groups=list(dict.fromkeys(group for worker in arrived for group in worker.groups)),
+        bytes=sum(worker.bytes for worker in arrived),
+        problems=_problems(arrivals, "on arrival") + _problems(parameters, "after finish"))
     return msgspec.to_builtins(report)
+
+
+def _problems(workers: Sequence[Comparison], when: str) -> list[str]:
+    return [f"{when}, worker {number}: {problem}" for number, worker in enumerate(workers) for problem in worker.problems]
+
+
+def _read_back(llm: Any) -> list[ReadBack]:
+    """Every parameter of every worker."""
+    return list(llm.collective_rpc("probe_parameters"))
+
+
+def _compare_workers(mine: Sequence[ReadBack], theirs: Sequence[ReadBack]) -> list[Comparison]:
+    return [compare(one.tensors, other.tensors) for one, other in zip(mine, theirs, strict=True)]
 
 
 def sensitivity(context: RankContext, *, checkpoint: str, swapped: str) -> dict[str, bool]:
     """Whether two reference engines differ, where one has two layers' tensors swapped: the checks above can see a swap."""
     one, other = _reference(context, checkpoint), _reference(context, swapped)
-    (mine,), (theirs,) = read_back(one), read_back(other)
+    parameters = _compare_workers(_read_back(one), _read_back(other))
     said, expected = _generate(one), _generate(other)
-    return {"parameters differ": not compare(mine.tensors, theirs.tensors).exact,
+    return {"parameters differ": not all(worker.exact for worker in parameters),
             "tokens differ": said.tokens != expected.tokens, "logprobs differ": said.logprobs != expected.logprobs}
 
 
@@ -201,22 +176,27 @@ def transformers_logits(context: RankContext, *, checkpoint: str, tokens: list[l
 def _prepare_process(context: RankContext) -> None:
     """Once per process, before vLLM is used."""
     if context.topology.device == "cuda":
-        os.environ.setdefault("CUDA_VISIBLE_DEVICES", str(context.rank))
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, context.topology.gpus_of(context.engine))))
+    os.environ["STAGED_SYNC_RECEIVER_PID"] = str(os.getpid())  # for worker_probe, which is imported next, here and in workers
     from staged_sync.vllm.plugin import register
 
     register()
-    record_unpacked_weights()
 
 
 def _llm(context: RankContext, path: Path | str, *, load_format: str, backend: str | None) -> Any:
-    """A tiny engine in this process. Kept for ever: all share vLLM's parallel state, which the first to be collected would
-    take down; each costs 10 MB."""
+    """A tiny engine. Kept for ever: all of a process share vLLM's parallel state, which the first to be collected would take
+    down; each costs 10 MB. An engine of several workers has them in processes of their own, which live as long as this one."""
     from vllm import LLM
 
+    from harness.world.worker_probe import EXTENSION
+
+    workers = context.topology.engine_workers[context.engine]
     llm = LLM(str(path), skip_tokenizer_init=True, enforce_eager=True, load_format=load_format, max_model_len=64,
-              dtype="bfloat16", num_gpu_blocks_override=64, use_tqdm_on_load=False,
+              dtype="bfloat16", num_gpu_blocks_override=64, use_tqdm_on_load=False, worker_extension_cls=EXTENSION,
+              tensor_parallel_size=workers, distributed_executor_backend="mp" if workers > 1 else None,
               weight_transfer_config=None if backend is None else {"backend": backend})
-    admit_experts()
+    if workers == 1:
+        admit_experts()
     context.state.setdefault("llms", []).append(llm)
     return llm
 

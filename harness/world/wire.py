@@ -17,6 +17,8 @@ class Topology(msgspec.Struct, frozen=True):
     """Ranks [0, trainers) are Megatron's, the next `engines` ranks are receivers with one vLLM engine each.
 
     `vpp`: model chunks per rank (1: no virtual pipeline). `ep` and `etp` divide the ranks of a stage anew for experts.
+    `workers`: per engine, how many workers share its weights (its tensor parallel size); empty: one each, in the receiver's
+    own process.
     """
 
     tp: int = 1
@@ -28,6 +30,7 @@ class Topology(msgspec.Struct, frozen=True):
     vpp: int = 1
     ep: int = 1
     etp: int = 1
+    workers: tuple[int, ...] = ()
 
     @property
     def trainers(self) -> int:
@@ -36,6 +39,20 @@ class Topology(msgspec.Struct, frozen=True):
     @property
     def world_size(self) -> int:
         return self.trainers + self.engines
+
+    @property
+    def engine_workers(self) -> tuple[int, ...]:
+        return self.workers or (1,) * self.engines
+
+    @property
+    def gpus(self) -> int:
+        """How many it takes: one per trainer rank and engine worker."""
+        return self.trainers + sum(self.engine_workers)
+
+    def gpus_of(self, engine: int) -> range:
+        """Behind the trainer ranks', one engine after the other."""
+        first = self.trainers + sum(self.engine_workers[:engine])
+        return range(first, first + self.engine_workers[engine])
 
     def actor(self, rank: int) -> str:
         """How a rank is called in events and tables."""
@@ -46,7 +63,8 @@ class Topology(msgspec.Struct, frozen=True):
         return "·".join([f"tp{self.tp}", f"pp{self.pp}", *(f"{name}{size}" for name, size in more.items() if size > 1)])
 
     def text(self) -> str:
-        return f"{self.short()} + {self.engines} engine{'s' if self.engines != 1 else ''} on {self.device}"
+        sizes = f" of {', '.join(map(str, self.workers))} workers" if self.workers else ""
+        return f"{self.short()} + {self.engines} engine{'s' if self.engines != 1 else ''}{sizes} on {self.device}"
 
 
 class Problem(msgspec.Struct, frozen=True):

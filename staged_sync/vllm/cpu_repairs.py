@@ -10,9 +10,9 @@ Experts are packed by the first load and never again (vllm/model_executor/layers
 ones. They are packed at the same place, each time a layer has been loaded. Other expert kernels than the unquantised one are
 refused, since nobody has looked at what they leave stale.
 
-On processors with AMX, latent attention (vllm/model_executor/layers/attention/mla_attention.py, `MLAAttention`) keeps packed copies
-of `kv_b_proj` and drops the weight itself, so that a reload has nowhere to put the new one and fails. It gets a place again
-before every session; when the session is finished, vLLM packs and drops it as it did at the first load.
+On processors with AMX, latent attention (vllm/model_executor/layers/attention/mla_attention.py, `MLAAttention`) keeps packed
+copies of `kv_b_proj` and drops the weight itself, so that a reload has nowhere to put the new one and fails. It gets a place
+again before every session; when the session is finished, vLLM packs and drops it as it did at the first load.
 """
 
 from __future__ import annotations
