@@ -48,21 +48,24 @@ class Engine:
 
 
 class SyncJob:
-    """Trainer ranks with `checkpoint`'s weights, engines with none, and the library between them."""
+    """Trainer ranks with `checkpoint`'s weights, engines with none, and the library between them. `served`: what the engines
+    must end up with, where that is another form of the same weights (quantised); by default `checkpoint` itself."""
 
     def __init__(self, world: World, checkpoint: str, deadline: Deadline, *, scenario: str = "main job",
                  engines: int | None = None, args: dict[str, Any] | None = None, backend: str = "gloo",
-                 build: dict[str, Any] | None = None, export: str = "raw") -> None:
+                 build: dict[str, Any] | None = None, export: str = "raw", served: str | None = None) -> None:
         self.world = world
         self.deadline = deadline
         self.scenario = scenario
         self.checkpoint = checkpoint
+        self.served = served or checkpoint
         self.backend = backend
         self.updates: list[list[dict[str, Any]]] = []
         """What `trainer.update` returned, by update and rank."""
         receivers = list(world.receiver_ranks)[:engines]
         values = world.run(prepare, on=[*world.trainer_ranks, *receivers], deadline=deadline, checkpoint=checkpoint,
-                           args=args or {}, timeout_s=self._join_s, backend=backend, build=build, export=export)
+                           args={"hf_checkpoint": self.served} | (args or {}), timeout_s=self._join_s, backend=backend, build=build,
+                           export=export, served=self.served)
         self.engines = [Engine(rank, target) for rank, target in
                         zip(receivers, values[world.topology.trainers:], strict=True)]
         self.chosen = self.engines
@@ -75,7 +78,8 @@ class SyncJob:
         """A new model and updater on every trainer rank (`setup`: see `trainer.setup`); the engines stay."""
         self.on_trainers("disconnect")
         self.on_trainers("setup", checkpoint=checkpoint, args=args, timeout_s=self._join_s, **setup)
-        self.checkpoint, self.scenario = checkpoint, scenario
+        self.checkpoint = self.served = checkpoint
+        self.scenario = scenario
 
     def choose(self, engines: Sequence[Engine]) -> None:
         """The engines of the next `connect`, and the ones that updates are checked on."""
@@ -128,17 +132,17 @@ class SyncJob:
         assert all(outcome.problem for outcome in outcomes.values()), "a surviving rank was content"
         return [outcome.problem for outcome in outcomes.values() if outcome.problem is not None]
 
-    def load(self, checkpoint: str) -> None:
+    def load(self, checkpoint: str, served: str | None = None) -> None:
         """The next optimizer step."""
         self.on_trainers("load", checkpoint=checkpoint)
-        self.checkpoint = checkpoint
+        self.checkpoint, self.served = checkpoint, served or checkpoint
 
     def update(self) -> SyncReport:
         """One weight update, then every engine against the checkpoint."""
         self.on_receivers("forget")
         ranks = self.on_trainers("update")
         self.updates.append(ranks)
-        checked = self.on_receivers("check", checkpoint=self.checkpoint)
+        checked = self.on_receivers("check", checkpoint=self.served)
         metrics = ranks[0]["metrics"]
         return SyncReport(
             scenario=self.scenario, topology=self.world.topology.short(), version=ranks[0]["version"],
@@ -157,7 +161,7 @@ class SyncJob:
         """A fresh engine in the place of one whose process was replaced."""
         rank = self.engines[engine].rank
         (target,) = self.world.run(prepare, on=[rank], deadline=self.deadline, checkpoint=self.checkpoint, args={},
-                                   timeout_s=self._join_s, backend=self.backend)
+                                   timeout_s=self._join_s, backend=self.backend, served=self.served)
         self.engines[engine] = Engine(rank, target)
         self.chosen = list(self.engines)
 
@@ -172,7 +176,7 @@ class SyncJob:
                               deadline=self.deadline, **kwargs)
 
 
-def prepare(context: RankContext, *, checkpoint: str, args: dict[str, Any], timeout_s: float, backend: str,
+def prepare(context: RankContext, *, checkpoint: str, args: dict[str, Any], timeout_s: float, backend: str, served: str,
             build: dict[str, Any] | None = None, export: Any = "raw") -> Any:
     """Models and engines at the same time, each rank its own; imports only what its side needs."""
     if context.is_trainer:
@@ -182,4 +186,4 @@ def prepare(context: RankContext, *, checkpoint: str, args: dict[str, Any], time
                              export=export)
     from harness.world import receiver
 
-    return receiver.prepare(context, checkpoint=checkpoint, backend=backend)
+    return receiver.prepare(context, checkpoint=served, backend=backend)

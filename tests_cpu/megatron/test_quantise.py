@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import pytest
 import torch
 
 from harness.checkpoints import checkpoint_tensors, hf_config
+from harness.fp8 import FP8_CONFIG, quantise_slowly, quantised
 from staged_sync.buckets import Bucketer
 from staged_sync.completeness import coverage_problems
 from staged_sync.megatron.quantise import FP8, quantise, read_block
 from tests_cpu.megatron.fakes import World, export_world, header, world
-
-FP8_CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-
-
-def slowly(weight: torch.Tensor, height: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Block by block, in the words of the format: the largest magnitude becomes 448, a block of zeros has scale 1."""
-    rows, columns = weight.shape
-    values = torch.empty(rows, columns, dtype=FP8)
-    scales = torch.empty(math.ceil(rows / height), math.ceil(columns / width))
-    for i in range(scales.shape[0]):
-        for j in range(scales.shape[1]):
-            block = weight[i * height:(i + 1) * height, j * width:(j + 1) * width].float()
-            largest = block.abs().max()
-            scales[i, j] = largest / 448 if largest > 0 else 1.0
-            values[i * height:(i + 1) * height, j * width:(j + 1) * width] = (block / scales[i, j]).to(FP8)
-    return values, scales
-
 
 def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     return (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
@@ -41,7 +24,7 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
 def test_blocks_and_partial_blocks_are_the_second_opinion_s(rows: int, columns: int, dtype: torch.dtype) -> None:
     weight = (torch.rand(rows, columns, generator=torch.Generator().manual_seed(rows)) - 0.5).to(dtype)
     values, scales = quantise(weight, (128, 128))
-    expected = slowly(weight, 128, 128)
+    expected = quantise_slowly(weight)
     assert same_bytes(values, expected[0])
     assert same_bytes(scales.contiguous(), expected[1])
 
@@ -74,13 +57,8 @@ QUANTISED = hf_config("qwen3_moe", num_layers=2, heads=4, groups=2, hidden_size=
 
 def quantised_checkpoint() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """The bf16 weights that a trainer holds, and the checkpoint that an engine would load: linears in FP8, the rest as it is."""
-    weights, checkpoint = checkpoint_tensors(QUANTISED), {}
-    for name, tensor in weights.items():
-        if name.endswith("_proj.weight"):
-            checkpoint[name], checkpoint[name + "_scale_inv"] = slowly(tensor, 128, 128)
-        else:
-            checkpoint[name] = tensor
-    return weights, checkpoint
+    weights = checkpoint_tensors(QUANTISED)
+    return weights, quantised(weights)
 
 
 @pytest.mark.parametrize("at", [world(QUANTISED), world(QUANTISED, tp=2, pp=2, ep=2), world(QUANTISED, tp=2, etp=2, ep=2, dp=2)],
