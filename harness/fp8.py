@@ -18,8 +18,8 @@ FP8_CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynami
 
 
 def quantise_slowly(weight: torch.Tensor, height: int = BLOCK, width: int = BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rows, columns) -> float8_e4m3fn of the same shape and one float32 scale per block. The largest magnitude of a block becomes
-    448; a block of zeros has scale 1."""
+    """(rows, columns) -> float8_e4m3fn of the same shape and one float32 scale per block. The largest magnitude of a block
+    becomes 448; a block of zeros has scale 1."""
     rows, columns = weight.shape
     values = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
     scales = torch.empty(math.ceil(rows / height), math.ceil(columns / width))
@@ -44,7 +44,7 @@ def quantised(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def quantised_copy(source: str | Path, destination: str | Path) -> Path:
-    """The checkpoint that engines serve where trainers hold `source`: what a user quantises once and points `hf_checkpoint` at."""
+    """The checkpoint that engines serve where trainers hold `source`: what a user points `hf_checkpoint` at."""
     destination = Path(destination)
     destination.mkdir(parents=True, exist_ok=True)
     (destination / "config.json").write_text(json.dumps(read_config(source) | {"quantization_config": FP8_CONFIG}, indent=1))

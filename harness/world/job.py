@@ -64,8 +64,8 @@ class SyncJob:
         """What `trainer.update` returned, by update and rank."""
         receivers = list(world.receiver_ranks)[:engines]
         values = world.run(prepare, on=[*world.trainer_ranks, *receivers], deadline=deadline, checkpoint=checkpoint,
-                           args={"hf_checkpoint": self.served} | (args or {}), timeout_s=self._join_s, backend=backend, build=build,
-                           export=export, served=self.served)
+                           args={"hf_checkpoint": self.served} | (args or {}), timeout_s=self._join_s, backend=backend,
+                           build=build, export=export, served=self.served)
         self.engines = [Engine(rank, target) for rank, target in
                         zip(receivers, values[world.topology.trainers:], strict=True)]
         self.chosen = self.engines

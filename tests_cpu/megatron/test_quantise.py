@@ -14,6 +14,7 @@ from staged_sync.completeness import coverage_problems
 from staged_sync.megatron.quantise import FP8, quantise, read_block
 from tests_cpu.megatron.fakes import World, export_world, header, world
 
+
 def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     return (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
