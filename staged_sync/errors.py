@@ -8,11 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 
 class StagedSyncError(RuntimeError):
-    """Base of every error this library raises on purpose."""
+    """Base of every error this library raises on purpose. Travels between processes (trainer ranks as Ray actors) as it is."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # By default pickle calls the constructor with the message, which is not what the constructors below take.
+        return _restored, (type(self), self.args, vars(self))
+
+
+def _restored(kind: type[StagedSyncError], args: tuple[Any, ...], attributes: dict[str, Any]) -> StagedSyncError:
+    error = kind.__new__(kind, *args)
+    vars(error).update(attributes)
+    return error
 
 
 class ConfigurationError(StagedSyncError):

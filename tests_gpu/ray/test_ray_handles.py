@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from staged_sync.session import Fleet, Session
 from staged_sync.trace import Trace
 from staged_sync.transfer_group import lock_held
 from staged_sync.waiting import call_engine, wait_all
+from tests_gpu.ray.actors import Lock
 
 pytestmark = [pytest.mark.beyond_main_job, pytest.mark.filterwarnings("ignore::FutureWarning:ray"),
               pytest.mark.filterwarnings("ignore::ResourceWarning")]
@@ -26,13 +26,6 @@ class RaySeam(LiveSeam):
 
     def __init__(self) -> None:
         pass
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    ray.init(num_cpus=4, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
-    yield ray
-    ray.shutdown()
 
 
 class Engine:
@@ -57,22 +50,6 @@ class Engine:
 
     def seen(self) -> list[str]:
         return self.calls
-
-
-class Lock:
-    def __init__(self) -> None:
-        self.held = False
-
-    def acquire(self) -> bool:
-        free, self.held = not self.held, True
-        return free
-
-    def release(self) -> None:
-        assert self.held
-        self.held = False
-
-    def is_held(self) -> bool:
-        return self.held
 
 
 def session_over(cluster: Any, *broken: str) -> tuple[Session, list[Any]]:
