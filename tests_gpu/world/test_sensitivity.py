@@ -32,7 +32,7 @@ def test_an_engine_with_other_weights_is_no_match(checkpoints: Callable[..., str
     """A whole update of step 0, judged by step 1's file: every check must object."""
     job = start_job(checkpoints("qwen3", 0))
     job.connect()
-    job.checkpoint = checkpoints("qwen3", 1)
+    job.served = checkpoints("qwen3", 1)
     report = job.update()
     assert not report.exact
     for engine in report.engines:
