@@ -59,8 +59,8 @@ class Here:
         return self.world.contexts[self.rank].trace
 
     def record(self, event: str, **about: Any) -> None:
-        """In the name of this rank, at its own stage."""
-        with self.trace.at(stage=self.coordinates.pp):
+        """In the name of this rank, at its own stage; in which phase, foreign code does not say."""
+        with self.trace.at(phase="", stage=self.coordinates.pp):
             self.trace.record(event, **about)
 
 

@@ -30,8 +30,8 @@ class Adapter:
     iterator (`harness.foreign.model.named_tensors`, …). `stubs`: contents of more stub modules. `make`: builds one rank's
     updater; by default `Class(args, model, weights_getter, model_name=, quantization_config=)`.
 
-    `patience_s`: with `deadlines`, how long after a failure a rank may still wait, in seconds of virtual time; all its time-outs
-    that can follow each other, added up. `group_timeout_s`: of the trainer's own process groups.
+    `patience_s`: with `deadlines`, how long after the beginning of an update that fails a rank may still wait, in seconds of
+    virtual time: its time-outs that can follow each other, added up. `group_timeout_s`: of the trainer's own process groups.
     """
 
     capabilities: frozenset[str] = frozenset()

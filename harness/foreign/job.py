@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import pkgutil
+import sys
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -52,20 +56,23 @@ class ForeignJob:
         devices = {rank: Device(self.world.kernel, rank) for rank in range(self.world.layout.world_size)}
         self._active = Active(self.world, self.table, lambda: self.step, self.adapter.group_timeout_s, devices)
         self._updaters: dict[int, Any] = {}
-        self._make: Callable[[], Any] | None = None
 
     def close(self) -> None:
         self.world.close()
 
-    def scope(self) -> ExitStack:
-        stack = ExitStack()
-        stack.enter_context(running(self._active))
-        stack.enter_context(installed({name: dict(contents) for name, contents in self.adapter.stubs.items()}))
-        stack.enter_context(dist.replaced())
-        stack.enter_context(patch.object(time, "sleep", self._sleep))
-        for clock in ("time", "monotonic", "perf_counter"):
-            stack.enter_context(patch.object(time, clock, lambda: self.world.kernel.now_s))
-        return stack
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """Stubs, virtual time, and the adapter's replacements are in place inside the block."""
+        with ExitStack() as stack:
+            stack.enter_context(running(self._active))
+            stack.enter_context(installed({name: dict(contents) for name, contents in self.adapter.stubs.items()}))
+            stack.enter_context(dist.replaced())
+            stack.enter_context(patch.object(time, "sleep", self._sleep))
+            for clock in ("time", "monotonic", "perf_counter"):
+                stack.enter_context(patch.object(time, clock, lambda: self.world.kernel.now_s))
+            for path, function in self.adapter.replace.items():
+                stack.enter_context(_replaced(path, function))
+            yield
 
     def live(self) -> RunResult:
         """What a trainer does: connect, train, update. Ranks meet in between, as in a training step."""
@@ -92,11 +99,20 @@ class ForeignJob:
         return [f"{worker.name}: {line}" for engine in self.world.engines for j, worker in enumerate(engine.workers)
                 for line in differences(engine.weights(j), self.table, self.step)]
 
+    def raised_texts(self) -> list[str]:
+        """What each rank raised, and the last line of the implementation's own source tree on the way there."""
+        return [f"rank {rank}: {type(error).__name__}: {error}{self._where(error)}"
+                for rank, error in sorted(self.raised.items())]
+
     # --- inside -----------------------------------------------------------------------------------------------------------
+    def _where(self, error: Exception) -> str:
+        module = sys.modules.get(self.scenario.impl.partition(":")[0])
+        home = Path(str(module.__file__)).parent if module is not None else Path()
+        lines = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).is_relative_to(home)]
+        return f" ({Path(lines[-1].filename).name}:{lines[-1].lineno} in {lines[-1].name})" if lines else ""
+
     def _run(self, body: Callable[[RankContext], None]) -> RunResult:
         self.raised = {}
-        if self._make is None:
-            self._make = self._maker()
 
         def noted(context: RankContext) -> None:
             try:
@@ -109,26 +125,28 @@ class ForeignJob:
         return self.world.run(noted)
 
     def _connect(self, context: RankContext, handles: list[Any], counts: list[int]) -> None:
-        assert self._make is not None
         if context.rank not in self._updaters:
             self._updaters[context.rank] = self._make()
         actors = [ActorHandle(handle._server) for handle in handles]
         self._updaters[context.rank].connect_rollout_engines(actors, ActorHandle(self.world.lock), counts, None)
 
-    def _maker(self) -> Callable[[], Any]:
-        """Import the implementation as it is, put the adapter's replacements in, and say how an updater is made."""
-        cls = load(self.scenario.impl)
-        for path, function in self.adapter.replace.items():
-            module, _, name = path.rpartition(".")
-            setattr(importlib.import_module(module), name, function)
-        s = self.scenario
+    def _make(self) -> Any:
+        """One rank's updater, of the implementation as it is."""
+        s, cls = self.scenario, load(self.scenario.impl)
         args = make_args("no checkpoint", update_weight_buffer_size=s.bucket_bytes, vllm_weight_sync_packed=s.packed,
                          update_weight_packed_buffer_size=s.packed_buffer_bytes, megatron_to_hf_mode=s.export)
         if self.adapter.make is not None:
-            make = self.adapter.make
-            return lambda: make(cls, args)
-        return lambda: cls(args, [], model.local_weights, model_name="stub", quantization_config=None)
+            return self.adapter.make(cls, args)
+        return cls(args, [], model.local_weights, model_name="stub", quantization_config=None)
 
     def _sleep(self, seconds: float) -> None:
         kernel = self.world.kernel
         kernel.wait(lambda: False, Waiting("sleep", for_time=True), deadline_s=kernel.now_s + seconds)
+
+
+def _replaced(path: str, function: Callable[..., Any]) -> AbstractContextManager[Any]:
+    owner, _, name = path.rpartition(".")
+    holder = pkgutil.resolve_name(owner)
+    if not hasattr(holder, name):
+        raise AttributeError(f"the adapter replaces {path}, but {owner} has no {name!r}: name it as its user sees it")
+    return patch.object(holder, name, function)

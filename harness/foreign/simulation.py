@@ -64,7 +64,8 @@ class ForeignSimulation:
         with job.scope():
             found, _ = attempt(job.connect)
             if found.stopped or job.raised:
-                return Run(replace(found, raised=self._raised()).outcome(), (), 0, list(world.events))
+                explorer.over(True)
+                return Run(replace(found, raised=job.raised_texts()).outcome(), (), 0, list(world.events))
             world.begin_era("explored")
             planted.plant(self._faults)
             self._set_patience()
@@ -100,11 +101,13 @@ class ForeignSimulation:
                      sends_are_named=False, export=s.export)
 
     def _judge(self, found: Findings, facts: Facts | None) -> Findings:
-        noted = self._noted()
+        noted, raised = self._noted(), self._job.raised_texts()
+        if facts is None and raised:  # that others wait comes of it
+            return Findings(noted=noted, raised=[*raised, f"the others: {found.stopped}"])
         if facts is None:
             return Findings(found.stopped, noted)
         broken = violations(_one_update(self._job.world.events), facts, rules_of(self._adapter))
-        return Findings(found.stopped, noted, broken, raised=self._raised())
+        return Findings(found.stopped, noted, broken, raised=raised)
 
     def _judge_failure(self, found: Findings, result: RunResult | None, facts: Facts) -> Findings:
         seen = replace(aftermath(self._job, found, result), noted=self._noted())
@@ -117,9 +120,6 @@ class ForeignSimulation:
         not_asked = {"rule 1:": self._adapter.receiver == "named groups", "rule 3:": "session" not in self._adapter.capabilities}
         return [text for text in self._job.world.violations if not any(
             text.startswith(rule) for rule, left_out in not_asked.items() if left_out)]
-
-    def _raised(self) -> list[str]:
-        return [f"rank {rank}: {type(error).__name__}: {error}" for rank, error in sorted(self._job.raised.items())]
 
 
 def _one_update(events: Sequence[Event]) -> list[Event]:

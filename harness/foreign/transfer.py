@@ -60,15 +60,20 @@ def open_end(address: str, port: int, world_size: int, name: str, *, packed: boo
 
 
 class Handle:
-    """What an asynchronous broadcast returns."""
+    """What an asynchronous broadcast returns, with NCCL's manners: `wait()` holds up the stream and not the caller."""
 
     def __init__(self, work: StreamWork) -> None:
         self._work = work
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """Raises RuntimeError at the time-out, as torch's does."""
-        if not wait_for([self._work], f"broadcast over {self._work.group_name}", timeout_s=seconds(timeout)):
-            raise RuntimeError(f"Timed out waiting {seconds(timeout):g} s for a broadcast: {self._work.label}")
+        """Without a time-out: whatever is written to the tensor from now on comes after the broadcast. With one: blocks, and
+        raises RuntimeError when it is over."""
+        timeout_s = seconds(timeout)
+        if timeout_s is None:
+            self._work.tensors = [tensor.clone() for tensor in self._work.tensors]
+            return True
+        if not wait_for([self._work], f"broadcast over {self._work.group_name}", timeout_s=timeout_s):
+            raise RuntimeError(f"Timed out waiting {timeout_s:g} s for a broadcast: {self._work.label}")
         self._work.result()
         return True
 

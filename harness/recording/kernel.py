@@ -231,7 +231,7 @@ class Kernel:
         if first is None:
             return "no deadline is pending"
         if first.deadline_s > self.horizon_s:
-            return f"nothing ends before {self.horizon_s:g} s; the next deadline is at {first.deadline_s:g} s"
+            return f"the next deadline, at {first.deadline_s:g} s, comes after {self.horizon_s:g} s, when nobody may still wait"
         if self.stall_is_deadlock and not self._sleep_helps(first):
             return "only a deadline would end this"
         return ""

@@ -63,6 +63,13 @@ class OneStageIterates(bridged.UpdateWeightFromDistributed):
 
 
 # --- failures -----------------------------------------------------------------------------------------------------------
+class SourceRaises(old_style.UpdateWeightFromDistributed):
+    """The others learn nothing of it."""
+
+    def broadcast(self, bucket: list[NamedTensor]) -> None:
+        raise ValueError("no bucket today")
+
+
 class ErrorsOfEnginesIgnored(old_style.UpdateWeightFromDistributed):
     def get(self, references: Any) -> Any:
         with contextlib.suppress(RuntimeError):

@@ -85,5 +85,6 @@ _RULES = {
 def _left_out(capability: str) -> str:
     worlds = [name for name, (_, needed) in WORLDS.items() if capability in needed]
     faults = [name for name, needed in FAULTS.items() if capability in needed]
-    listed = [f"{what} skipped: {', '.join(names)}" for what, names in (("worlds", worlds), ("faults", faults)) if names]
-    return "; ".join([*listed, *([_RULES[capability]] if capability in _RULES else [])])
+    skipped = [f"{what} skipped: {', '.join(map(repr, names))}"
+               for what, names in (("worlds", worlds), ("faults", faults)) if names]
+    return "; ".join([*skipped, *([_RULES[capability]] if capability in _RULES else [])])

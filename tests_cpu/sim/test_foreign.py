@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from harness.foreign import dist
 from harness.foreign.active import here
 from harness.foreign.adapter import Adapter
 from harness.foreign.examples import adapters
@@ -43,7 +44,7 @@ def test_with_one_stage_all_of_them_are_right(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "world"), [
     (name, world) for name, capability in (("experts", "moe"), ("bridged", "bridge"))
-    for world, (_, needed) in WORLDS.items() if capability in needed])
+    for world, (_, needed) in WORLDS.items() if capability in needed and not example(name).lacks(world)])
 def test_experts_and_bridges_are_gathered_by_those_who_say_so(name: str, world: str) -> None:
     scenario = example(name).world(world)
     assert explore(scenario, Reduced(), schedules=100).check().complete
@@ -59,7 +60,8 @@ def test_the_old_style_hangs_with_two_stages_and_the_table_names_both_groups() -
     assert replay(world, hang.schedule).outcome == hang.outcome
 
 
-@pytest.mark.parametrize("name", [n for n, (_, needs) in WORLDS.items() if "deferral" in needs])
+@pytest.mark.parametrize("name", [
+    n for n, (_, needs) in WORLDS.items() if "deferral" in needs and not example("deferred").lacks(n)])
 def test_deferral_is_all_it_needed(name: str) -> None:
     world = example("deferred").world(name)
     assert explore(world, Reduced(), schedules=200).check().complete
@@ -96,6 +98,22 @@ def test_an_implementation_is_taken_unmodified_from_its_own_source_tree(tmp_path
     assert "well" not in explore(theirs.world("two stages"), Uniform(1), schedules=10).outcomes
 
 
+def test_what_an_adapter_has_forgotten_is_said_with_the_line_that_wants_it() -> None:
+    forgets = Scenario(impl=example("old_style").impl, adapter=f"{HERE}:FORGETS")
+    text = explore(forgets, Uniform(1), schedules=1).failures[0].outcome.text
+    assert re.fullmatch(r"rank 0: NotImplementedError: made by the framework \(old_style.py:\d+ in get_gloo_group\)", text), text
+
+
+def test_a_replacement_of_a_name_that_is_not_there_is_refused() -> None:
+    wrong = Scenario(impl=example("old_style").impl, adapter=f"{HERE}:MISSPELT")
+    with pytest.raises(AttributeError, match=r"the adapter replaces .*old_style.gloo, but .*old_style has no 'gloo'"):
+        explore(wrong, Uniform(1), schedules=1)
+
+
+FORGETS = Adapter()
+MISSPELT = Adapter(replace={f"{EXAMPLES}.old_style.gloo": dist.gloo_group})
+
+
 def test_a_rule_that_an_implementation_does_not_claim_is_not_asked_of_it() -> None:
     """`ray.get` without a time-out is a violation of rule 11 for those who declare deadlines."""
     claims = Scenario(impl=f"{EXAMPLES}.old_style:UpdateWeightFromDistributed", adapter="tests_cpu.sim.test_foreign:CLAIMS")
@@ -127,7 +145,10 @@ def mistaken(name: str, adapter: str) -> Implementation:
     ("RanksSwapped", "EXPERTS", "experts over two replicas",
      [r"rule 12: .*hf.s0.expert0: other bytes than step 1, those of hf.s0.expert2"]),
     ("ExpertsNotGathered", "EXPERTS", "experts over two replicas, tensor parallel",
-     [r"experts.linear.weight0: 5 elements were gathered, all shards have 10: "]),
+     [r"rank 0: ValueError: .*experts.linear.weight0: 5 elements were gathered, all shards have 10: .* \(mistaken.py:"]),
+    ("SourceRaises", "OLD_STYLE", "bridge, one stage", [
+        r"^rank 0: ValueError: no bucket today \(mistaken.py:\d+ in broadcast\)",
+        r"also: the others: deadlock: nobody can run", r"rank1 +barrier +gloo .* rank 0 "]),
     ("OneStageIterates", "BRIDGED", "bridge, two stages",
      [r"rank0 +bridge hf.s0.dense0 +pp\[0,1\] .* rank 1 ", r"rank1 +barrier +gloo .* rank 0 "]),
 ])
@@ -163,8 +184,8 @@ def test_with_deadlines_every_fault_is_heard_in_time_and_the_next_update_is_exac
 
 
 @pytest.mark.parametrize(("name", "world"), [
-    ("old_style", "one stage, engines of 1 and 2"), ("deferred", "two stages, engines of 1 and 2"),
-    ("experts", "experts over two replicas"), ("bridged", "bridge, two stages")])
+    ("old_style", "one stage, engines of 1 and 2"), ("named_groups", "one stage, engines of 1 and 2"),
+    ("deferred", "two stages, engines of 1 and 2"), ("experts", "experts over two replicas"), ("bridged", "bridge, two stages")])
 def test_without_deadlines_an_engine_that_fails_is_still_heard_and_nobody_serves_a_mixture(name: str, world: str) -> None:
     sorts = [fault for fault in FAULTS if not example(name).lacks(world, fault)]
     struck = strike_everywhere(example(name).world(world), Uniform, sorts=sorts)
@@ -201,7 +222,7 @@ def test_the_old_style_that_claims_deadlines_is_shown_where_it_waits() -> None:
     outcome = run_once(claims, Uniform(1)).outcome
     first, *table = outcome.text.splitlines()
     assert outcome.kind == "deadlock" and first == (
-        "nobody can run and nothing ends before 600 s; the next deadline is at 1800 s")
+        "nobody can run and the next deadline, at 1800 s, comes after 600 s, when nobody may still wait")
     assert any(re.match(rf"rank0 +ray.get .*{UPDATE} of engine0", row) for row in table), outcome.text
     assert any(re.match(r"rank1 +barrier +gloo .* rank 0 ", row) for row in table), outcome.text
 
@@ -209,7 +230,7 @@ def test_the_old_style_that_claims_deadlines_is_shown_where_it_waits() -> None:
 def test_a_rank_that_waits_longer_than_its_owner_says_is_found() -> None:
     late = replace(example("bounded").world(STRUCK[1]), adapter=f"{HERE}:IMPATIENT", fault="rank1 dies gather#1")
     assert run_once(late, Uniform(1)).outcome.text.startswith(
-        "nobody can run and nothing ends before 500 s; the next deadline is at 800 s")
+        "nobody can run and the next deadline, at 800 s, comes after 500 s, when nobody may still wait")
 
 
 def test_faults_are_not_looked_for_where_it_does_not_go_well_without_them() -> None:
@@ -250,7 +271,7 @@ def test_the_command_that_a_stranger_types_names_what_is_under_test_and_what_is_
     assert done.returncode == 0, done.stdout + done.stderr
     for line in ["implementation under test: harness.foreign.examples.old_style:UpdateWeightFromDistributed (adapter ",
                  "capabilities: packed, session\n", "receiver model: stock vllm 0.27", "bounds: ", "seed: 2026",
-                 "not declared: moe (experts are exported and gathered in the expert groups): worlds skipped: experts over two "]:
+                 "not declared: moe (experts are exported and gathered in the expert groups): worlds skipped: 'experts over"]:
         assert line in done.stdout, done.stdout
     assert re.search(r"SKIPPED .* not declared: deferral$", done.stdout, re.MULTILINE), done.stdout
 

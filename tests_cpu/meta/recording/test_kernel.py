@@ -168,6 +168,6 @@ def test_beyond_the_horizon_no_deadline_lets_anybody_off() -> None:
     with RecordingWorld(tp=2) as world:
         world.kernel.horizon_s = 11.0
         assert world.run(sleeper).results == {0: 10.0, 1: 11.0}
-        with pytest.raises(Deadlock, match="nobody can run and nothing ends before 11 s; the next deadline is at 21 s") as caught:
+        with pytest.raises(Deadlock, match="the next deadline, at 21 s, comes after 11 s, when nobody may still wait") as caught:
             world.run(sleeper)
     assert [row.split() for row in caught.value.table.splitlines()[1:]] == [["rank0", "sleep"], ["rank1", "sleep"]]

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from harness.foreign import model
 from harness.foreign.job import ForeignJob
 from harness.foreign.stubs import ActorHandle
+from harness.recording.model import same_bytes
 from harness.recording.topology import Layout
 from harness.recording.world import RankContext, RunResult
 from harness.sim import Scenario
@@ -169,8 +170,11 @@ def test_a_wait_for_the_device_can_have_a_time_out() -> None:
         with pytest.raises(RuntimeError, match="Timed out waiting 5 s for a broadcast: g: engine0/worker0 to receive"):
             broadcast.wait(timeout=timedelta(seconds=5))
         seen = [sent.query()]
+        assert broadcast.wait()  # does not block, as with NCCL: what is written now comes after it
+        tensor.zero_()
         ray.get([engine.start_weight_update.remote(), engine.update_weights_from_distributed.remote(
             [name], [tensor.dtype], [tensor.shape], "g")])
-        return [*seen, sent.query(), broadcast.is_completed()]
+        received = context.world.engines[0].weights()[name]
+        return [*seen, sent.query(), broadcast.is_completed(), same_bytes(received, next(model.named_tensors())[1])]
 
-    assert on_ranks(Scenario(), send).results == {0: [False, True, True]}
+    assert on_ranks(Scenario(), send).results == {0: [False, True, True, True]}
