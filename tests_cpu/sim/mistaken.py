@@ -1,5 +1,5 @@
 """The harness' examples put together, and mistakes that people make in them. Imported where the stubs of megatron, ray and vllm
-are in place; the adapters are in test_foreign.py."""
+are in place; the adapters are in test_foreign_mistakes.py."""
 
 from __future__ import annotations
 
@@ -59,6 +59,14 @@ class OneStageIterates(bridged.UpdateWeightFromDistributed):
 
     def send_stage(self) -> None:
         if mpu.get_pipeline_model_parallel_rank() == 0:
+            super().send_stage()
+
+
+class SourceIterates(bridged.UpdateWeightFromDistributed):
+    """Ranks that do not send do not iterate."""
+
+    def send_stage(self) -> None:
+        if self.is_source():
             super().send_stage()
 
 

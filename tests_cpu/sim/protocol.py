@@ -88,3 +88,11 @@ def _left_out(capability: str) -> str:
     skipped = [f"{what} skipped: {', '.join(map(repr, names))}"
                for what, names in (("worlds", worlds), ("faults", faults)) if names]
     return "; ".join([*skipped, *([_RULES[capability]] if capability in _RULES else [])])
+
+
+EXAMPLES = "harness.foreign.examples"
+
+
+def example(name: str) -> Implementation:
+    """One of the harness' own."""
+    return Implementation(f"{EXAMPLES}.{name}:UpdateWeightFromDistributed", f"{EXAMPLES}.adapters:{name.upper()}")

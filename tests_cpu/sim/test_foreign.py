@@ -1,5 +1,5 @@
-"""Foreign implementations in the simulator, shown on six that the harness brings: each is right where it says so, and every
-mistake that is made in one of them on purpose (mistaken.py) is found, and told so that it can be mended."""
+"""Foreign implementations in the simulator, shown on six that the harness brings: each is right where it says so. What is found
+where one is wrong: test_foreign_mistakes.py."""
 
 from __future__ import annotations
 
@@ -18,21 +18,13 @@ from harness.foreign.adapter import Adapter
 from harness.foreign.examples import adapters
 from harness.foreign.stubs import installed
 from harness.sim import Scenario, explore, replay
-from harness.sim.explore import run_once
-from harness.sim.schedule import encode
 from harness.sim.schedulers.reduced import Reduced
 from harness.sim.schedulers.uniform import Uniform
-from harness.sim.struck import strike_everywhere
 from tests_cpu.conftest import mark_listed
-from tests_cpu.sim.protocol import FAULTS, STRUCK, WORLDS, Implementation
+from tests_cpu.sim.protocol import EXAMPLES, WORLDS, Implementation, example
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = "harness.foreign.examples"
 HERE = "tests_cpu.sim.test_foreign"
-
-
-def example(name: str) -> Implementation:
-    return Implementation(f"{EXAMPLES}.{name}:UpdateWeightFromDistributed", f"{EXAMPLES}.adapters:{name.upper()}")
 
 
 @pytest.mark.parametrize("name", ["old_style", "deferred", "named_groups"])
@@ -111,12 +103,13 @@ def test_a_replacement_of_a_name_that_is_not_there_is_refused() -> None:
 
 
 FORGETS = Adapter()
+CLAIMS = replace(adapters.OLD_STYLE, capabilities=adapters.OLD_STYLE.capabilities | {"deadlines"}, patience_s=600.0)
 MISSPELT = Adapter(replace={f"{EXAMPLES}.old_style.gloo": dist.gloo_group})
 
 
 def test_a_rule_that_an_implementation_does_not_claim_is_not_asked_of_it() -> None:
     """`ray.get` without a time-out is a violation of rule 11 for those who declare deadlines."""
-    claims = Scenario(impl=f"{EXAMPLES}.old_style:UpdateWeightFromDistributed", adapter="tests_cpu.sim.test_foreign:CLAIMS")
+    claims = Scenario(impl=example("old_style").impl, adapter=f"{HERE}:CLAIMS")
     found = explore(claims, Uniform(1), schedules=1)
     assert "rule 11: rank0 waits without a deadline in ray.get" in found.failures[0].outcome.text
 
@@ -131,111 +124,6 @@ def test_a_rule_that_an_implementation_does_not_claim_is_not_asked_of_it() -> No
 def test_what_an_adapter_cannot_mean_is_refused(fields: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         Adapter(**fields)
-
-
-# --- mistakes -----------------------------------------------------------------------------------------------------------
-def mistaken(name: str, adapter: str) -> Implementation:
-    return Implementation(f"tests_cpu.sim.mistaken:{name}", adapter)
-
-
-@pytest.mark.parametrize(("name", "adapter", "world", "texts"), [
-    ("OneReplicaExports", "EXPERTS", "experts over two replicas",
-     [r"rank0 +all_gather_object +ep\[0,1\] .* rank 1 ", r"rank1 +barrier +gloo .* rank 0 "]),
-    ("LocalNumbers", "EXPERTS", "experts over two replicas", [r"rule 6 .*receive.done of hf.s0.expert0, once too often"]),
-    ("RanksSwapped", "EXPERTS", "experts over two replicas",
-     [r"rule 12: .*hf.s0.expert0: other bytes than step 1, those of hf.s0.expert2"]),
-    ("ExpertsNotGathered", "EXPERTS", "experts over two replicas, tensor parallel",
-     [r"rank 0: ValueError: .*experts.linear.weight0: 5 elements were gathered, all shards have 10: .* \(mistaken.py:"]),
-    ("SourceRaises", "OLD_STYLE", "bridge, one stage", [
-        r"^rank 0: ValueError: no bucket today \(mistaken.py:\d+ in broadcast\)",
-        r"also: the others: deadlock: nobody can run", r"rank1 +barrier +gloo .* rank 0 "]),
-    ("OneStageIterates", "BRIDGED", "bridge, two stages",
-     [r"rank0 +bridge hf.s0.dense0 +pp\[0,1\] .* rank 1 ", r"rank1 +barrier +gloo .* rank 0 "]),
-])
-def test_a_mistake_is_found_and_told(name: str, adapter: str, world: str, texts: list[str]) -> None:
-    scenario = mistaken(name, f"{EXAMPLES}.adapters:{adapter}").world(world)
-    found = explore(scenario, Uniform(1), schedules=10)
-    assert "well" not in found.outcomes
-    for text in texts:
-        assert re.search(text, found.failures[0].outcome.text), found.failures[0].outcome.text
-    assert replay(scenario, found.failures[0].schedule).outcome == found.failures[0].outcome
-
-
-# --- failures -----------------------------------------------------------------------------------------------------------
-CLAIMS = replace(adapters.OLD_STYLE, capabilities=adapters.OLD_STYLE.capabilities | {"deadlines"}, patience_s=600.0)
-IMPATIENT = replace(adapters.BOUNDED, patience_s=500.0)
-GATHERS = {"group_timeout_s": 300.0, "patience_s": 1200.0}  # first in a gather, then in a meeting
-BOUNDED_EXPERTS = replace(adapters.EXPERTS, capabilities=adapters.BOUNDED.capabilities | {"moe"}, **GATHERS)
-BOUNDED_BRIDGE = replace(adapters.BOUNDED, capabilities=adapters.BOUNDED.capabilities | {"bridge"}, **GATHERS)
-
-WITH_DEADLINES = {
-    "one stage, engines of 1 and 2": example("bounded"), "two stages, engines of 1 and 2": example("bounded"),
-    "experts over two replicas": mistaken("BoundedExperts", f"{HERE}:BOUNDED_EXPERTS"),
-    "bridge, two stages": mistaken("BoundedBridge", f"{HERE}:BOUNDED_BRIDGE"),
-}
-
-
-@pytest.mark.parametrize("world", STRUCK)
-def test_with_deadlines_every_fault_is_heard_in_time_and_the_next_update_is_exact(world: str) -> None:
-    under_test = WITH_DEADLINES[world]
-    assert not any(under_test.lacks(world, fault) for fault in FAULTS)
-    struck = strike_everywhere(under_test.world(world), Uniform)
-    assert struck.faults > 80 and not struck.failures, struck.text()
-
-
-@pytest.mark.parametrize(("name", "world"), [
-    ("old_style", "one stage, engines of 1 and 2"), ("named_groups", "one stage, engines of 1 and 2"),
-    ("deferred", "two stages, engines of 1 and 2"), ("experts", "experts over two replicas"), ("bridged", "bridge, two stages")])
-def test_without_deadlines_an_engine_that_fails_is_still_heard_and_nobody_serves_a_mixture(name: str, world: str) -> None:
-    sorts = [fault for fault in FAULTS if not example(name).lacks(world, fault)]
-    struck = strike_everywhere(example(name).world(world), Uniform, sorts=sorts)
-    assert sorts == ["engine raises", "engine dies"] and struck.faults > 10 and not struck.failures, struck.text()
-
-
-UPDATE = "update_weights_from_distributed"
-
-
-@pytest.mark.parametrize(("name", "adapter", "fault", "texts"), [
-    ("ErrorsOfEnginesIgnored", f"{EXAMPLES}.adapters:OLD_STYLE", f"engine0 raises {UPDATE}#1", [
-        r"rule 9: engine0 serves a mixture: engine0/worker0: hf.s0.dense1: never received"]),
-    ("ResumesInFinally", f"{EXAMPLES}.adapters:BOUNDED", f"engine0 raises {UPDATE}#0", [
-        r"rule 9: engine0 generates with unfit weights"]),
-    ("VersionWithBuckets", f"{EXAMPLES}.adapters:BOUNDED", f"engine1 raises {UPDATE}#0", [
-        r"rule 9: engine0 publishes version 1 with other weights: .*hf.s1.dense0: never received"]),
-    ("OnlyTheLeadRaises", f"{EXAMPLES}.adapters:BOUNDED", f"engine0 silent {UPDATE}#0", [
-        r"rule 8: rank 1 went on as if nothing had happened"]),
-    ("SessionLeftOpen", f"{EXAMPLES}.adapters:BOUNDED", f"engine0 raises {UPDATE}#1", [
-        r"rule 10: the next update fails on rank 0: .*start_weight_update called while a weight update is already active"]),
-])
-def test_a_failure_path_with_a_mistake_is_found_and_told(name: str, adapter: str, fault: str, texts: list[str]) -> None:
-    world = STRUCK[0] if name == "ErrorsOfEnginesIgnored" else STRUCK[1]
-    scenario = replace(mistaken(name, adapter).world(world), fault=fault)
-    run = run_once(scenario, Uniform(3))
-    for text in texts:
-        assert re.search(text, run.outcome.text), run.outcome.text
-    assert replay(scenario, encode(run.choices)).outcome == run.outcome
-
-
-def test_the_old_style_that_claims_deadlines_is_shown_where_it_waits() -> None:
-    """For an engine that never answers; the time-out of torch's barrier on the other rank is longer than was promised."""
-    claims = Scenario(tp=2, impl=example("old_style").impl, adapter=f"{HERE}:CLAIMS", fault=f"engine0 silent {UPDATE}#0")
-    outcome = run_once(claims, Uniform(1)).outcome
-    first, *table = outcome.text.splitlines()
-    assert outcome.kind == "deadlock" and first == (
-        "nobody can run and the next deadline, at 1800 s, comes after 600 s, when nobody may still wait")
-    assert any(re.match(rf"rank0 +ray.get .*{UPDATE} of engine0", row) for row in table), outcome.text
-    assert any(re.match(r"rank1 +barrier +gloo .* rank 0 ", row) for row in table), outcome.text
-
-
-def test_a_rank_that_waits_longer_than_its_owner_says_is_found() -> None:
-    late = replace(example("bounded").world(STRUCK[1]), adapter=f"{HERE}:IMPATIENT", fault="rank1 dies gather#1")
-    assert run_once(late, Uniform(1)).outcome.text.startswith(
-        "nobody can run and the next deadline, at 800 s, comes after 500 s, when nobody may still wait")
-
-
-def test_faults_are_not_looked_for_where_it_does_not_go_well_without_them() -> None:
-    with pytest.raises(AssertionError, match=r"deadlock in schedule 1 \(round robin, without a fault\)"):
-        strike_everywhere(example("old_style").world("two stages"), Uniform)
 
 
 STUBBED = ("ray", "vllm", "megatron", "mbridge")
