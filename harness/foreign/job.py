@@ -7,8 +7,9 @@ import pkgutil
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -99,6 +100,12 @@ class ForeignJob:
         return [f"{worker.name}: {line}" for engine in self.world.engines for j, worker in enumerate(engine.workers)
                 for line in differences(engine.weights(j), self.table, self.step)]
 
+    def asked(self, noted: Sequence[str]) -> tuple[str, ...]:
+        """Of what engines and groups noted, what is asked of this receiver and these capabilities."""
+        adapter = self.adapter
+        not_asked = {"rule 1:": adapter.receiver == "named groups", "rule 3:": "session" not in adapter.capabilities}
+        return tuple(text for text in noted if not not_asked.get(text[:7]))
+
     def raised_texts(self) -> list[str]:
         """What each rank raised, and the last line of the implementation's own source tree on the way there."""
         return [f"rank {rank}: {type(error).__name__}: {error}{self._where(error)}"
@@ -122,7 +129,8 @@ class ForeignJob:
                 self.on_raise()
                 raise
 
-        return self.world.run(noted)
+        result = self.world.run(noted)
+        return replace(result, violations=self.asked(result.violations))
 
     def _connect(self, context: RankContext, handles: list[Any], counts: list[int]) -> None:
         if context.rank not in self._updaters:
@@ -148,5 +156,6 @@ def _replaced(path: str, function: Callable[..., Any]) -> AbstractContextManager
     owner, _, name = path.rpartition(".")
     holder = pkgutil.resolve_name(owner)
     if not hasattr(holder, name):
-        raise AttributeError(f"the adapter replaces {path}, but {owner} has no {name!r}: name it as its user sees it")
+        raise AttributeError(f"the adapter replaces {path}, but {owner} has no {name!r}: it must be the path of the name in the "
+                             f"module that uses it")
     return patch.object(holder, name, function)

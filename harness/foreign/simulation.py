@@ -101,7 +101,7 @@ class ForeignSimulation:
                      sends_are_named=False, export=s.export)
 
     def _judge(self, found: Findings, facts: Facts | None) -> Findings:
-        noted, raised = self._noted(), self._job.raised_texts()
+        noted, raised = self._job.asked(self._job.world.violations), self._job.raised_texts()
         if facts is None and raised:  # that others wait comes of it
             return Findings(noted=noted, raised=[*raised, f"the others: {found.stopped}"])
         if facts is None:
@@ -110,16 +110,10 @@ class ForeignSimulation:
         return Findings(found.stopped, noted, broken, raised=raised)
 
     def _judge_failure(self, found: Findings, result: RunResult | None, facts: Facts) -> Findings:
-        seen = replace(aftermath(self._job, found, result), noted=self._noted())
+        seen = replace(aftermath(self._job, found, result), noted=self._job.asked(self._job.world.violations))
         if seen.stopped is not None:
             return seen
         return replace(seen, broken=violations(self._job.world.events, facts, rules_of_a_failure(self._adapter)))
-
-    def _noted(self) -> list[str]:
-        """What engines and groups noted, but for rules that are not asked of this receiver and these capabilities."""
-        not_asked = {"rule 1:": self._adapter.receiver == "named groups", "rule 3:": "session" not in self._adapter.capabilities}
-        return [text for text in self._job.world.violations if not any(
-            text.startswith(rule) for rule, left_out in not_asked.items() if left_out)]
 
 
 def _one_update(events: Sequence[Event]) -> list[Event]:

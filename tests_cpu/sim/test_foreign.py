@@ -16,6 +16,7 @@ from harness.foreign import dist
 from harness.foreign.active import here
 from harness.foreign.adapter import Adapter
 from harness.foreign.examples import adapters
+from harness.foreign.job import ForeignJob
 from harness.foreign.stubs import installed
 from harness.sim import Scenario, explore, replay
 from harness.sim.schedulers.reduced import Reduced
@@ -94,6 +95,15 @@ def test_what_an_adapter_has_forgotten_is_said_with_the_line_that_wants_it() -> 
     forgets = Scenario(impl=example("old_style").impl, adapter=f"{HERE}:FORGETS")
     text = explore(forgets, Uniform(1), schedules=1).failures[0].outcome.text
     assert re.fullmatch(r"rank 0: NotImplementedError: made by the framework \(old_style.py:\d+ in get_gloo_group\)", text), text
+
+
+@pytest.mark.parametrize(("name", "rules"), [("named_groups", []), ("old_style", ["rule 1"])])
+def test_a_second_group_beside_a_live_one_is_noted_where_receivers_hold_one(name: str, rules: list[str]) -> None:
+    job = ForeignJob(example(name).world("one stage"))
+    with job.scope():
+        assert job.connect().violations == ()
+        assert [text[:6] for text in job.connect().violations] == rules
+    job.close()
 
 
 def test_a_replacement_of_a_name_that_is_not_there_is_refused() -> None:
