@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.foreign.adapter import Adapter
 from tests_cpu.sim.protocol import Implementation
 
 BOUNDS = "reduced search up to 500 or 1,000 schedules a world, 60,000 steps a schedule, worlds of at most 16 ranks"
@@ -26,6 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "thorough: a longer exploration, only with --thorough (nox -s explore)")
     config.addinivalue_line("markers", "protocol: the suite that any implementation can be run against (--impl)")
+    config.addinivalue_line("markers", "only_others: of the protocol suite, what is asked of ours in other tests")
     if config.option.impl_path:
         sys.path.insert(0, str(Path(config.option.impl_path).resolve()))
 
@@ -37,10 +39,14 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     lines = [f"receiver model: {receiver}", f"bounds: {BOUNDS}", f"seed: {option.seed}"]
     if option.impl:
         declared = ", ".join(sorted(under_test.capabilities())) or "none"
-        missing = "; ".join(under_test.declared().missing()) or "nothing"
-        lines = [f"implementation under test: {option.impl} (adapter {option.adapter or 'none'})",
-                 f"capabilities: {declared}; not declared: {missing}", *lines]
+        lines = [f"implementation under test: {option.impl} (adapter {option.adapter or 'none'})", f"capabilities: {declared}",
+                 *under_test.not_declared(), *_time_outs(under_test.declared()), *lines]
     return lines
+
+
+def _time_outs(adapter: Adapter) -> list[str]:
+    lines = [f"time-out of the trainer's own groups: {adapter.group_timeout_s:g} s"]
+    return lines if adapter.patience_s is None else [*lines, f"no rank waits after {adapter.patience_s:g} s"]
 
 
 def mark_listed(items: list[pytest.Item], file: str | None, marker: pytest.MarkDecorator) -> None:
@@ -58,6 +64,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """`thorough` on demand only; with `--impl`, the protocol suite only: all other tests are about ours."""
     def wanted(item: pytest.Item) -> bool:
         if config.option.impl and not item.get_closest_marker("protocol"):
+            return False
+        if item.get_closest_marker("only_others") and not config.option.impl:
             return False
         return config.option.thorough or not item.get_closest_marker("thorough")
 

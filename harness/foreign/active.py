@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from harness.recording.groups import Collective
+from harness.recording.model import Table
 from harness.recording.world import RecordingWorld
 from harness.sim.streams import Device
 from staged_sync.seam import Coordinates
@@ -16,11 +18,17 @@ from staged_sync.trace import Trace
 
 @dataclass(eq=False)
 class Active:
-    """A world in which foreign code runs."""
+    """A world in which foreign code runs. `table`: the model, by stage. `step`: which training step's weights the ranks hold.
+    `group_timeout_s`: of the trainer's own groups, where a call names no other."""
 
     world: RecordingWorld
+    table: Table
+    step: Callable[[], int]
+    group_timeout_s: float
     devices: dict[int, Device] = field(default_factory=dict)
     groups: dict[tuple[int, ...], Collective] = field(default_factory=dict)
+    new_groups: Counter[int] = field(default_factory=Counter)
+    """How many groups each rank has made: the n-th of all ranks are one group."""
 
     def device(self, rank: int) -> Device:
         return self.devices[rank]
@@ -51,8 +59,8 @@ class Here:
         return self.world.contexts[self.rank].trace
 
     def record(self, event: str, **about: Any) -> None:
-        """In the name of this rank, at its own stage."""
-        with self.trace.at(stage=self.coordinates.pp):
+        """In the name of this rank, at its own stage; in which phase, foreign code does not say."""
+        with self.trace.at(phase="", stage=self.coordinates.pp):
             self.trace.record(event, **about)
 
 

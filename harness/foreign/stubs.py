@@ -1,60 +1,132 @@
-"""megatron.core, ray and vllm for as long as foreign code runs: stub modules that answer for the simulated rank that asks.
+"""megatron.core, its bridges, ray and vllm for as long as foreign code runs: stub modules that answer for the rank that asks.
 
 They are put into `sys.modules` inside `installed()` and taken out again, whether or not the real packages are there.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from harness.foreign.active import here
-from harness.foreign.dist import Group, TransferEnd, open_end, send, wait_for
+from harness.foreign.dist import Group
+from harness.foreign.model import bridge_tensors
+from harness.foreign.transfer import TransferEnd, open_end, send, wait_for
 from harness.recording.network import HOST
-from harness.recording.server import Handle as EngineHandle
-from harness.recording.server import Reference
+from harness.recording.server import Handle, Reference, RemoteMethod
 from staged_sync.seam import GatherGroup, Wire
 
 
-def _group(name: GatherGroup) -> Group:
+# --- megatron -----------------------------------------------------------------------------------------------------------
+def _group(name: GatherGroup | Literal["pp"]) -> Group:
     me = here()
-    members = me.world.layout.members(me.rank, name)
-    return Group(members, f"{name}[{','.join(map(str, members))}]")
+    collective = me.world.gather_group(me.rank, name)
+    return Group(collective.members, collective.name, collective=collective)
 
 
-def megatron() -> dict[str, ModuleType]:
-    """`megatron.core.mpu` and `parallel_state`: every getter that a weight sync asks."""
+def _data_parallel_group(with_context_parallel: bool = False, **ignored: Any) -> Group:
+    """The ranks with this one's shards; without its context-parallel peers by default, as in Megatron."""
+    me = here()
+    mine, cp = me.coordinates, me.world.layout.cp
+    members = [c.rank for c in me.world.layout.ranks if (c.pp, c.tp) == (mine.pp, mine.tp)
+               and (with_context_parallel or c.dp % cp == mine.dp % cp)]
+    return Group(members, f"dp[{','.join(map(str, members))}]")
+
+
+def _context_parallel_rank(**ignored: Any) -> int:
+    return here().coordinates.dp % here().world.layout.cp
+
+
+def mpu() -> dict[str, Callable[..., Any]]:
+    """Every getter that a weight sync asks."""
     answers: dict[str, Callable[..., Any]] = {}
-    for name, field in {"tensor_model_parallel": "tp", "pipeline_model_parallel": "pp", "data_parallel": "dp",
-                        "expert_tensor_parallel": "etp", "expert_model_parallel": "ep", "expert_data_parallel": "edp"}.items():
+    for name, field in {"tensor_model_parallel": "tp", "pipeline_model_parallel": "pp", "expert_tensor_parallel": "etp",
+                        "expert_model_parallel": "ep", "expert_data_parallel": "edp"}.items():
         answers[f"get_{name}_rank"] = _coordinate(field)
         answers[f"get_{name}_world_size"] = _coordinate(f"{field}_size")
-    answers |= {
+    return answers | {
         "get_tensor_model_parallel_group": lambda *a, **k: _group("tp"),
+        "get_pipeline_model_parallel_group": lambda *a, **k: _group("pp"),
         "get_expert_tensor_parallel_group": lambda *a, **k: _group("etp"),
         "get_expert_model_parallel_group": lambda *a, **k: _group("ep"),
-        "get_context_parallel_rank": lambda: 0, "get_context_parallel_world_size": lambda: here().world.layout.cp,
+        "get_data_parallel_group": _data_parallel_group,
+        "get_data_parallel_rank": lambda *a, **k: _data_parallel_group(*a, **k).rank(),
+        "get_data_parallel_world_size": lambda *a, **k: _data_parallel_group(*a, **k).size(),
+        "get_context_parallel_rank": _context_parallel_rank,
+        "get_context_parallel_world_size": lambda: here().world.layout.cp,
         "get_virtual_pipeline_model_parallel_world_size": lambda: None,
         "is_pipeline_first_stage": lambda *a, **k: here().coordinates.pp == 0,
         "is_pipeline_last_stage": lambda *a, **k: here().coordinates.pp == here().coordinates.pp_size - 1,
     }
-    state = _module("megatron.core.parallel_state", answers)
-    core = _module("megatron.core", {"mpu": state, "parallel_state": state})
-    return {"megatron": _module("megatron", {"core": core}), "megatron.core": core, "megatron.core.parallel_state": state,
-            "megatron.core.mpu": state}
 
 
 def _coordinate(field: str) -> Callable[..., Any]:
     return lambda *args, **kwargs: getattr(here().coordinates, field)
 
 
+class HFWeightTuple(NamedTuple):
+    param_name: str
+    weight: torch.Tensor
+
+
+class AutoBridge:
+    """Megatron-Bridge's and mbridge's, as far as an export uses them: an iterator that every rank must iterate."""
+
+    @classmethod
+    def of(cls, *ignored: Any, **options: Any) -> AutoBridge:
+        return cls()
+
+    from_hf_pretrained = from_pretrained = from_config = of
+
+    def get_conversion_tasks(self, model: Any) -> list[Any]:
+        return []
+
+    def export_hf_weights(self, model: Any, *ignored: Any, **options: Any) -> Iterator[HFWeightTuple]:
+        for name, tensor in bridge_tensors():
+            yield HFWeightTuple(name, tensor)
+
+    def export_weights(self, models: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        return bridge_tensors()
+
+
+def megatron() -> dict[str, ModuleType]:
+    """megatron.core's parallel state, Megatron-Bridge and mbridge."""
+    state = _module("megatron.core.parallel_state", mpu())
+    core = _module("megatron.core", {"mpu": state, "parallel_state": state})
+    bridge = _module("megatron.bridge", {"AutoBridge": AutoBridge})
+    return {"megatron": _module("megatron", {"core": core, "bridge": bridge}), "megatron.core": core,
+            "megatron.core.parallel_state": state, "megatron.core.mpu": state, "megatron.bridge": bridge,
+            "mbridge": _module("mbridge", {"AutoBridge": AutoBridge})}
+
+
 # --- ray ----------------------------------------------------------------------------------------------------------------
+class ActorHandle(Handle):
+    """An engine or the lock, as foreign code holds it: each call is an event of the rank that makes it."""
+
+    def __getattr__(self, method: str) -> ActorMethod:
+        remote = super().__getattr__(method)
+        return ActorMethod(remote.server, remote.method)
+
+
+class ActorMethod(RemoteMethod):
+    def remote(self, *args: Any, **kwargs: Any) -> Reference:
+        """Arguments by position or name; a TypeError where they do not fit, as with Ray."""
+        bound = _signature(getattr(type(self.server), self.method)).bind(self.server, *args, **kwargs)
+        here().record("rpc", detail=f"{self.method} {self.server.name}")
+        return super().remote(**{name: value for name, value in bound.arguments.items() if name != "self"})
+
+
+_signature = functools.cache(inspect.signature)
+
+
 class GetTimeoutError(TimeoutError):
     """ray.exceptions.GetTimeoutError."""
 
@@ -81,7 +153,7 @@ def ray_wait(references: Sequence[Reference], *, num_returns: int = 1,
 def ray() -> dict[str, ModuleType]:
     exceptions = _module("ray.exceptions", {"GetTimeoutError": GetTimeoutError, "RayActorError": RuntimeError,
                                             "RayError": RuntimeError, "RayTaskError": RuntimeError})
-    actor = _module("ray.actor", {"ActorHandle": EngineHandle})
+    actor = _module("ray.actor", {"ActorHandle": ActorHandle})
     services = _module("ray._private.services", {"get_node_ip_address": lambda *a: HOST})
     private = _module("ray._private", {"services": services})
     util = _module("ray.util", {"get_node_ip_address": lambda *a: HOST})
@@ -185,7 +257,8 @@ def installed(extra: dict[str, dict[str, Any]]) -> Iterator[None]:
             vars(modules[name]).update(contents)
         else:
             modules[name] = _module(name, contents)
-    kept = {name: module for name, module in sys.modules.items() if name.split(".")[0] in {n.split(".")[0] for n in modules}}
+    packages = {name.partition(".")[0] for name in modules}
+    kept = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in packages}
     for name in kept:
         del sys.modules[name]
     sys.modules.update(modules)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from harness.recording.args import make_args
+from harness.recording.groups import Collective
 from harness.recording.model import Table, hf_metas, values
 from staged_sync.exporter import Contract, NamedTensor, TensorMeta
 from staged_sync.megatron.bridge_export import BridgeExporter, MarkedExport
@@ -63,13 +64,17 @@ class StubBridge(BridgeExporter):
         buffer = torch.empty(max((meta.nbytes for meta in metas), default=0), dtype=torch.uint8)
         for meta in metas:
             self.before("yield", meta.name)
-            for collective in self._groups:
-                if len(collective.members) > 1:
-                    collective.exchange(self._context.rank, meta.name, operation=f"bridge {meta.name}",
-                                        timeout_s=self._timeout_s)
+            step_together(self._groups, self._context.rank, meta.name, timeout_s=self._timeout_s)
             raw = values(meta, self._step()).reshape(-1).view(torch.uint8)
             yield meta.name, buffer[:meta.nbytes].copy_(raw).view(meta.dtype).reshape(meta.shape)
             buffer.fill_(0xEE)
+
+
+def step_together(groups: Sequence[Collective], rank: int, name: str, *, timeout_s: float) -> None:
+    """One step of a bridge's iterator: all members of each group must make it, or the others wait inside of it."""
+    for collective in groups:
+        if len(collective.members) > 1:
+            collective.exchange(rank, name, operation=f"bridge {name}", timeout_s=timeout_s)
 
 
 def bridge(declared: Contract, reach: Sequence[Reach] = ("pp", "tp"), *,

@@ -19,18 +19,19 @@ from harness.recording.scheduler import Scheduler, round_robin
 
 MAX_STEPS = 1_000_000
 
+MAX_STALLS = 100
+"""Of which a run keeps a table: who polls for ever makes thousands."""
+
 MAX_NAPS = 40
 """Where a stall is a deadlock: how often somebody may sleep and look again while nobody else gets on."""
 
 
 class Deadlock(AssertionError):
-    """Nobody can run. `table` says who waits for what, `waits` the same in short. `bounded`: a deadline would end some wait,
-    with an error."""
+    """Nobody can run. `table` says who waits for what, `waits` the same in short, `why` what the clock would bring."""
 
-    def __init__(self, table: str, *, bounded: bool = False, waits: Sequence[str] = ()) -> None:
+    def __init__(self, table: str, *, why: str = "no deadline is pending", waits: Sequence[str] = ()) -> None:
         self.table = table
         self.waits = tuple(sorted(waits))
-        why = "only a deadline would end this" if bounded else "no deadline is pending"
         super().__init__(f"deadlock: nobody can run and {why}\n{table}")
 
 
@@ -75,7 +76,7 @@ class Kernel:
     """Runs tasks one at a time. `table` renders the blocked tasks for reports (the world adds positions).
 
     `preemptive`: a task gives way at every `give_way()`, not only where it waits. `patient`: a wait for several works is over
-    only when its outcome is clear. `stall_is_deadlock`: nobody is let off by a deadline.
+    only when its outcome is clear. `stall_is_deadlock`: nobody is let off by a deadline. `horizon_s`: nor by one after this time.
     """
 
     def __init__(self, scheduler: Scheduler = round_robin, *, max_steps: int = MAX_STEPS,
@@ -88,6 +89,7 @@ class Kernel:
         """Waits without a deadline of tasks that are no daemons."""
         self.closing = False
         self.preemptive = self.patient = self.stall_is_deadlock = False
+        self.horizon_s = math.inf
         self.touch: Callable[[Hashable, Access], None] = _nobody_listens
         self.note: Callable[[str], None] = lambda violation: None
         """Told of what must not happen and yet does not stop anybody."""
@@ -211,15 +213,28 @@ class Kernel:
         raise RuntimeError("only a task can wait: call this inside world.run(fn)")
 
     def _advance_clock(self) -> None:
-        table = self._table(self.blocked())
         pending = [t for t in self.tasks if t.deadline_s < math.inf]
         first = min(pending, key=lambda t: t.deadline_s, default=None)
-        if first is None or (self.stall_is_deadlock and not self._sleep_helps(first)):
-            raise Deadlock(table, bounded=first is not None, waits=self._waits(self.blocked()))
-        if not self.stalls or self.stalls[-1] != table:
-            self.stalls.append(table)
+        if why := self._in_vain(first):
+            raise Deadlock(self._table(self.blocked()), why=why, waits=self._waits(self.blocked()))
+        assert first is not None
+        if len(self.stalls) < MAX_STALLS:
+            self._note_stall(self._table(self.blocked()))
         self.now_s = first.deadline_s
 
+    def _note_stall(self, table: str) -> None:
+        if not self.stalls or self.stalls[-1] != table:
+            self.stalls.append(table)
+
+    def _in_vain(self, first: Task | None) -> str:
+        """Why the clock is not to go on to the nearest deadline, that of `first`; empty if it is."""
+        if first is None:
+            return "no deadline is pending"
+        if first.deadline_s > self.horizon_s:
+            return f"the next deadline, at {first.deadline_s:g} s, comes after {self.horizon_s:g} s, when nobody may still wait"
+        if self.stall_is_deadlock and not self._sleep_helps(first):
+            return "only a deadline would end this"
+        return ""
 
     def _sleep_helps(self, first: Task) -> bool:
         """Whether the next deadline is a sleep, and the last sleeps were not all in vain: the others stand where they stood."""

@@ -67,8 +67,13 @@ def differences(held: Mapping[str, torch.Tensor | None], table: Table, step: int
         if tensor is None:
             wrong.append(f"{name}: never received")
         elif not same_bytes(tensor, _values(meta, step)):
-            wrong.append(f"{name}: other bytes than step {step}")
+            wrong.append(f"{name}: other bytes than step {step}{_whose(tensor, metas, step)}")
     return wrong
+
+
+def _whose(tensor: torch.Tensor, metas: Mapping[str, TensorMeta], step: int) -> str:
+    owner = next((name for name, meta in metas.items() if same_bytes(tensor, _values(meta, step))), None)
+    return "" if owner is None else f", those of {owner}"
 
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -96,9 +96,8 @@ class Scenario:
     def simulate(self) -> Simulation | ForeignSimulation:
         from harness.foreign.simulation import ForeignSimulation  # both need scenarios
         from harness.sim.simulation import Simulation
-        if self.impl and self.export != "raw":
-            raise ValueError(f"export must be 'raw' with an implementation of somebody else, which brings its own "
-                             f"(got {self.export!r})")
+        if self.impl and self.export not in ("raw", "bridge"):
+            raise ValueError(f"export must be 'raw' or 'bridge' with an implementation of somebody else (got {self.export!r})")
         return ForeignSimulation(self) if self.impl else Simulation(self)
 
     @contextmanager
@@ -113,7 +112,8 @@ class Scenario:
 
 @lru_cache(maxsize=512)
 def make_table(stages: tuple[tuple[int, int], ...], vpp: int) -> Table:
-    """Units of one tensor each, shapes all different, in the order of the stage's virtual chunks."""
+    """Units of one tensor each, in the order of the stage's virtual chunks. Shapes all differ, but those of a stage's experts:
+    real ones are alike, or their shards could not be gathered over expert-parallel ranks."""
     return tuple((*(_unit(stage, vpp, "dense", i, dense) for i in range(dense)),
                   *(_unit(stage, vpp, "expert", i, expert) for i in range(expert)))
                  for stage, (dense, expert) in enumerate(stages))
@@ -122,7 +122,7 @@ def make_table(stages: tuple[tuple[int, int], ...], vpp: int) -> Table:
 def _unit(stage: int, vpp: int, part: Part, i: int, count: int) -> StubUnit:
     chunk = "" if vpp == 1 else f".v{i * vpp // count}"
     label = f"s{stage}{chunk}.{part}{i}"
-    shape = (1 + stage, 2 + i, 3 if part == "dense" else 5)
+    shape = (1 + stage, 2 + i, 3) if part == "dense" else (1 + stage, 2, 5)
     return StubUnit(label, part, (TensorMeta(f"hf.{label}", torch.bfloat16, shape),))
 
 

@@ -138,6 +138,6 @@ def test_a_failing_schedule_is_replayed_from_what_is_printed() -> None:
     assert replay(scenario, failure.schedule).outcome == failure.outcome
 
 
-def test_somebody_elses_implementation_brings_its_own_export() -> None:
-    with pytest.raises(ValueError, match=r"export must be 'raw' with an implementation of somebody else.*got 'bridge'"):
-        Scenario(pp=2, export="bridge", impl="a.b:C").simulate()
+def test_somebody_elses_implementation_declares_no_contract() -> None:
+    with pytest.raises(ValueError, match=r"export must be 'raw' or 'bridge' with an implementation of somebody .*'stage-local'"):
+        Scenario(pp=2, export="stage-local", impl="a.b:C").simulate()

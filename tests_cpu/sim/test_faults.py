@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 
 from harness.sim import Scenario, replay
-from harness.sim.explore import Failure, run_once
-from harness.sim.faulty import Place, Planted, places
+from harness.sim.explore import run_once
+from harness.sim.faulty import Planted
 from harness.sim.schedule import encode
 from harness.sim.schedulers.base import Explorer
 from harness.sim.schedulers.fair import Fair
 from harness.sim.schedulers.pct import Pct
 from harness.sim.schedulers.uniform import Uniform
+from harness.sim.struck import all_places, strike_everywhere
 
 LAYOUTS = {
     "pp1": Scenario(stages=((2, 1),), engines=(1, 2)),
@@ -34,21 +34,11 @@ EXPLORERS: dict[str, Callable[[int], Explorer]] = {
     "round robin": lambda n: Fair(), "random": lambda n: Uniform(n), "pct": lambda n: Pct(n, 3)}
 
 
-def all_places(scenario: Scenario) -> list[Place]:
-    return list(places(run_once(scenario, Fair()).events))
-
-
 def fails_badly(world: Scenario, explorer: Callable[[int], Explorer]) -> str:
     """Plant every fault that there is, one at a time; what did not end as it must, with the calls that replay it."""
-    found: list[Failure] = []
-    faults = [(place, fault) for place in all_places(world) for fault in place.faults()]
-    for number, (place, fault) in enumerate(faults):
-        scenario, how = replace(world, fault=fault), explorer(number)
-        run = run_once(scenario, how)
-        if run.outcome.kind != "well":
-            found.append(Failure(scenario, run.outcome, encode(run.choices), number, f"{how.name}, at '{place.text}'"))
-    assert len(faults) > 80
-    return "\n\n".join([failure.text() for failure in found[:5]] + [f"… {len(found)} of {len(faults)} faults"] * bool(found))
+    struck = strike_everywhere(world, explorer)
+    assert struck.faults > 80
+    return struck.text()
 
 
 ALWAYS = [("pp1", "random"), ("pp2", "round robin"), ("pp2", "random"), ("pp2, an empty stage", "pct"), ("tp2 pp2", "pct"),

@@ -15,12 +15,16 @@ class UpdateWeightFromDistributed(old_style.UpdateWeightFromDistributed):
             super().open_group()
 
     def send_all(self) -> None:
-        stages = mpu.get_pipeline_model_parallel_world_size()
-        for stage in range(stages):
-            if self.is_source and mpu.get_pipeline_model_parallel_rank() == stage:
-                if stages > 1:
-                    super().open_group()
-                self.send_stage()
-                if stages > 1:
-                    self.close_group()
+        for stage in range(mpu.get_pipeline_model_parallel_world_size()):
+            self.take_turn(stage)
             dist.barrier(group=old_style.get_gloo_group())
+
+    def take_turn(self, stage: int) -> None:
+        if mpu.get_pipeline_model_parallel_rank() != stage:
+            return
+        sends = self.is_source() and mpu.get_pipeline_model_parallel_world_size() > 1
+        if sends:
+            super().open_group()
+        self.send_stage()
+        if sends:
+            self.close_group()

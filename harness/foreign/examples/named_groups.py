@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any
 
 import ray
-import torch
 import torch.distributed as dist
 
 from harness.foreign.examples import old_style
@@ -26,27 +25,20 @@ class UpdateWeightFromDistributed(old_style.UpdateWeightFromDistributed):
                 master_address=address, master_port=port, rank_offset=offset, world_size=world_size,
                 group_name=self.group_name, backend="nccl"))
             offset += count
-        self.group = init_process_group("nccl", f"tcp://{address}:{port}", world_size, 0, self.group_name)
-        ray.get(references)
+        self.group = init_process_group(backend="nccl", init_method=f"tcp://{address}:{port}", world_size=world_size, rank=0,
+                                        group_name=self.group_name)
+        self.get(references)
 
-    @torch.no_grad()
-    def update_weights(self) -> None:
-        self.weight_version += 1
-        if dist.get_rank() == 0:
-            ray.get([engine.pause_generation.remote() for engine in self.engines])
-            ray.get([engine.flush_cache.remote() for engine in self.engines])
-        dist.barrier(group=old_style.get_gloo_group())
-        self.send_all()
-        if dist.get_rank() == 0:
-            ray.get([engine.continue_generation.remote() for engine in self.engines])
-        dist.barrier(group=old_style.get_gloo_group())
+    def begin(self) -> None:
+        self.get([engine.pause_generation.remote() for engine in self.engines])
+        self.get([engine.flush_cache.remote() for engine in self.engines])
 
-    def send_bucket(self, bucket: list[tuple[str, torch.Tensor]]) -> None:
-        references = [engine.update_weights_from_distributed.remote(
-            names=[name for name, _ in bucket], dtypes=[tensor.dtype for _, tensor in bucket],
-            shapes=[tuple(tensor.shape) for _, tensor in bucket], group_name=self.group_name,
-            weight_version=str(self.weight_version)) for engine in self.engines]
+    def finish(self) -> None:
+        self.get([engine.continue_generation.remote() for engine in self.engines])
+
+    def send_bucket(self, bucket: list[old_style.NamedTensor]) -> None:
+        references = [engine.update_weights_from_distributed.remote(**self.announced(bucket)) for engine in self.engines]
         handles = [dist.broadcast(tensor, 0, group=self.group, async_op=True) for _, tensor in bucket]
         for handle in handles:
             handle.wait()
-        ray.get(references)
+        self.get(references)

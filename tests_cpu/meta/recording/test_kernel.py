@@ -158,3 +158,16 @@ def test_the_same_job_gives_the_same_log_twice_down_to_the_order_between_ranks(m
 def test_waiting_outside_a_run_is_refused() -> None:
     with RecordingWorld() as world, pytest.raises(RuntimeError, match="only a task can wait"):
         world.contexts[0].seam.sleep(1)
+
+
+def test_beyond_the_horizon_no_deadline_lets_anybody_off() -> None:
+    def sleeper(context: RankContext) -> float:
+        context.seam.sleep(10.0 + context.rank)
+        return context.seam.now()
+
+    with RecordingWorld(tp=2) as world:
+        world.kernel.horizon_s = 11.0
+        assert world.run(sleeper).results == {0: 10.0, 1: 11.0}
+        with pytest.raises(Deadlock, match="the next deadline, at 21 s, comes after 11 s, when nobody may still wait") as caught:
+            world.run(sleeper)
+    assert [row.split() for row in caught.value.table.splitlines()[1:]] == [["rank0", "sleep"], ["rank1", "sleep"]]
