@@ -112,8 +112,8 @@ class ForeignSimulation:
     def _facts(self, result: RunResult) -> Facts:
         s = self._scenario
         wrong = [f"{worker.name}: {line}" for engine in self.world.engines for j, worker in enumerate(engine.workers)
-                 for line in differences(engine.weights(j), s.table, self.step)]
-        return Facts(layout=self.world.layout, engines=s.engines, names=tuple(tuple(hf_metas([u])) for u in s.table),
+                 for line in differences(engine.weights(j), hf_metas(s.table), self.step)]
+        return Facts(layout=self.world.layout, engines=s.engines, names=s.names,
                      raised={rank: f"{type(e).__name__}: {e}" for rank, e in result.errors.items()}, died=tuple(result.died),
                      endless=tuple(self.world.kernel.endless), differences=tuple(wrong), publishes=False,
                      sends_are_named=False)
