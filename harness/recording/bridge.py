@@ -31,11 +31,13 @@ Reach = Literal["pp", "tp"]
 class StubBridge(BridgeExporter):
     """Yields all of `table`, each tensor after its collectives; only this rank's stage of it if it is declared and stage-local.
 
-    `declared`: the contract it declares, whether or not it is the one it has. `before(step, name)` is called on this rank ahead
-    of `yield` (outside of any collective) and `convert`: a test raises from it. `change` changes what is yielded.
+    `declared`: the contract it declares, whether or not it is the one it has. `together`: how many tensors are brought together
+    by the same collectives, ahead of the first of them; the others come out of the rank's own memory. `before(step, name)` is
+    called on this rank ahead of `yield` (outside of any collective) and `convert`: a test raises from it. `change` changes what
+    is yielded.
     """
 
-    def __init__(self, context: RankContext, table: Table, *, declared: Contract, reach: Sequence[Reach] = ("pp", "tp"),
+    def __init__(self, context: RankContext, table: Table, *, declared: Contract, reach: Sequence[Reach], together: int = 1,
                  step: Callable[[], int] = lambda: 1, folder: str = "", group_timeout_s: float = GROUP_TIMEOUT_S) -> None:
         metas = hf_metas(table)
         mine = hf_metas([table[context.coordinates.pp]])
@@ -47,6 +49,7 @@ class StubBridge(BridgeExporter):
         self._context = context
         self._metas = list((mine if declared == "stage_local" and "pp" not in reach else metas).values())
         self._groups = [context.world.gather_group(context.rank, group) for group in reach]
+        self._together = together
         self._step = step
         self._timeout_s = group_timeout_s
 
@@ -61,9 +64,9 @@ class StubBridge(BridgeExporter):
     def _begin(self) -> Iterator[NamedTensor]:
         metas = self.change(list(self._metas))
         buffer = torch.empty(max((meta.nbytes for meta in metas), default=0), dtype=torch.uint8)
-        for meta in metas:
+        for number, meta in enumerate(metas):
             self.before("yield", meta.name)
-            for collective in self._groups:
+            for collective in self._groups if number % self._together == 0 else ():
                 if len(collective.members) > 1:
                     collective.exchange(self._context.rank, meta.name, operation=f"bridge {meta.name}",
                                         timeout_s=self._timeout_s)
@@ -72,8 +75,9 @@ class StubBridge(BridgeExporter):
             buffer.fill_(0xEE)
 
 
-def bridge(declared: Contract, reach: Sequence[Reach] = ("pp", "tp"), *,
+def bridge(declared: Contract, reach: Sequence[Reach] = ("pp", "tp"), *, together: int = 1,
            group_timeout_s: float = GROUP_TIMEOUT_S) -> Callable[[RankContext, RecordingJob], StubBridge]:
     """For `RecordingJob(make_exporter=…)`."""
-    return lambda context, job: StubBridge(context, job.table, declared=declared, reach=reach, step=lambda: job.step,
-                                           folder=job.args.hf_checkpoint, group_timeout_s=group_timeout_s)
+    return lambda context, job: StubBridge(context, job.table, declared=declared, reach=reach, together=together,
+                                           step=lambda: job.step, folder=job.args.hf_checkpoint,
+                                           group_timeout_s=group_timeout_s)

@@ -6,19 +6,18 @@ Rule 10 needs a second update (tests_cpu/sim/test_faults.py).
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from itertools import accumulate
 
 from harness.recording.topology import Layout
+from harness.sim.exports import COLLECTIVE, Export
 from staged_sync.seam import Coordinates
 from staged_sync.trace import Event
-
-if TYPE_CHECKING:
-    from harness.sim.exports import Export
 
 
 @dataclass(frozen=True)
@@ -57,8 +56,12 @@ class Facts:
         return not self.raised and not self.died
 
     @property
+    def all_iterate(self) -> bool:
+        return self.export in COLLECTIVE
+
+    @property
     def keeps_its_group(self) -> bool:  # rank 0 alone sends, over a group that is opened at connect
-        return self.layout.pp == 1 or self.export == "bridge"
+        return self.layout.pp == 1 or self.all_iterate
 
 
 @dataclass(frozen=True)
@@ -165,7 +168,7 @@ _SOURCES_ONLY = ("listen", "open", "send", "synchronize", "close", "state")
 
 def inactive_ranks_touch_nothing(trace: Trace) -> Iterator[Violation]:
     ranks, sources = trace.facts.layout.ranks, trace.facts.layout.sources
-    sources_of_all = {c.rank for stage, c in sources.items() if stage == 0 or trace.facts.export != "bridge"}
+    sources_of_all = {c.rank for stage, c in sources.items() if stage == 0 or not trace.facts.all_iterate}
     for at, event in trace.of("gather"):
         if event.rank is None or event.stage is None:
             continue
@@ -184,7 +187,7 @@ def inactive_ranks_touch_nothing(trace: Trace) -> Iterator[Violation]:
 
 def _exports(facts: Facts, event: Event, c: Coordinates, source: Coordinates) -> bool:
     """Whether the export of the stage needs this rank: all ranks, all of the stage, or those of the gather's group."""
-    if facts.export == "bridge":
+    if facts.all_iterate:
         return event.stage == 0
     return c.pp == event.stage and (facts.export != "raw" or (c.dp == 0 if event.group == "tp" else c.edp == source.edp))
 
@@ -264,6 +267,20 @@ def fail_stop(trace: Trace) -> Iterator[Violation]:
 def no_endless_wait(trace: Trace) -> Iterator[Violation]:
     for text in trace.facts.endless:
         yield Violation(11, -1, text)
+    if trace.facts.all_iterate:
+        yield from _no_running_ahead(trace)
+
+
+def _no_running_ahead(trace: Trace) -> Iterator[Violation]:
+    """Until a bucket has been sent, nobody goes on behind the item that closed it, which is the first one of the next: its next
+    step would be a wait for the source in a group of the trainer, which no deadline of ours bounds. An item is a tensor here."""
+    closing = accumulate(len(event.detail.split()) for _, event in trace.of("send"))
+    last = next(closing, math.inf)
+    for at, event in trace.of("gather", "send.done"):
+        if event.event == "send.done":
+            last = next(closing, math.inf)  # what was never sent does not say which item would have closed it
+        elif (item := int(event.detail.removeprefix("item "))) > last:
+            yield Violation(11, at, f"rank {event.rank} takes item {item} before the bucket that item {last} closed is sent")
 
 
 def bit_for_bit(trace: Trace) -> Iterator[Violation]:

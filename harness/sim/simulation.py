@@ -212,13 +212,13 @@ def quietly() -> Iterator[None]:
     """Without logging, and without a garbage collector that walks through torch after every few schedules, or comes several
     times in each."""
     gc.freeze()
-    thresholds = gc.get_threshold()
+    thresholds, disabled = gc.get_threshold(), logging.root.manager.disable
     gc.set_threshold(50_000)
     logging.disable(logging.CRITICAL)
     try:
         yield
     finally:
-        logging.disable(logging.NOTSET)
+        logging.disable(disabled)
         gc.set_threshold(*thresholds)
         gc.unfreeze()
 
