@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,7 +22,18 @@ from staged_sync.engines.info import EngineInfo
 from staged_sync.errors import CompletenessError, ConfigurationError, TransportError, bullets
 from staged_sync.exporter import Exporter, Part, TensorMeta
 from staged_sync.peers import gather_problems
-from staged_sync.plan import Step, Topology, TopologyError, group_name, is_source, keeps_its_group, plan_update, sends
+from staged_sync.plan import (
+    Phase,
+    Step,
+    Topology,
+    TopologyError,
+    group_name,
+    is_source,
+    keeps_its_group,
+    phases_of,
+    plan_update,
+    sends,
+)
 from staged_sync.seam import Coordinates, Seam, Wire
 from staged_sync.session import Fleet
 from staged_sync.trace import Trace
@@ -49,6 +61,10 @@ class Connection:
     @property
     def keeps_its_group(self) -> bool:
         return keeps_its_group(self.topology.pp, self.exporter.contract)
+
+    @cached_property
+    def phases(self) -> list[tuple[Phase, list[Step]]]:
+        return phases_of(self.plan)
 
 
 @dataclass(frozen=True)

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from staged_sync.errors import DeadlineExceeded, Failure, RanksAbsent
 from staged_sync.seam import ControlGroup, Seam
 from staged_sync.trace import Trace
 
 
-@dataclass(frozen=True, slots=True)
-class Deadline:
+class Deadline(NamedTuple):
     """A point on the seam's clock, and the setting that put it there (for the error text)."""
 
     at_s: float
@@ -26,7 +25,7 @@ class Deadline:
 
     def within(self, now_s: float, seconds: float, setting: str) -> Deadline:
         """The earlier of this deadline and `seconds` from now."""
-        return min(self, Deadline(now_s + seconds, setting), key=lambda d: d.at_s)
+        return self if self.at_s <= now_s + seconds else Deadline(now_s + seconds, setting)
 
     def left_s(self, now_s: float) -> float:
         return max(0.0, self.at_s - now_s)
@@ -36,12 +35,11 @@ class Deadline:
                                 f"args.{self.setting}; see the hang report for who waits for whom")
 
 
-@dataclass(frozen=True, slots=True)
-class Status:
+class Status(NamedTuple):
     """What one rank brings to a status barrier. An empty one costs no bytes."""
 
     failure: Failure | None = None
-    data: Mapping[str, Any] = field(default_factory=dict)
+    data: Mapping[str, Any] = MappingProxyType({})
 
     def encode(self) -> bytes:
         if self.failure is None and not self.data:
@@ -53,9 +51,12 @@ class Status:
     @classmethod
     def decode(cls, payload: bytes) -> Status:
         if not payload:
-            return cls()
-        fields = json.loads(payload)
+            return NOTHING_TO_SAY
+        fields = json.loads(payload.decode())
         return cls(None if fields["failure"] is None else Failure(*fields["failure"]), fields["data"])
+
+
+NOTHING_TO_SAY = Status()
 
 
 class Control:
@@ -106,7 +107,8 @@ class Control:
             payloads = self._group.exchange(status.encode(), timeout_s=timeout_s)
         except RanksAbsent as error:
             raise self._broken(error, label) from error
-        return [Status.decode(payload) for payload in payloads]
+        statuses = {payload: Status.decode(payload) for payload in set(payloads)}  # mostly all ranks say the same
+        return [statuses[payload] for payload in payloads]
 
     def give_up(self, reason: str) -> None:
         """This rank will not come to the next barrier: close the group and tell the others why. They open the next

@@ -21,6 +21,8 @@ WRONG_CONTRACT = ("exporter declared stage_local but behaves as pipeline-collect
 
 def out_of_step(statuses: Sequence[Status]) -> list[Failure]:
     """One failure if some ranks have turned to another bucket than others, or have left the export; none if all agree."""
+    if statuses.count(statuses[0]) == len(statuses):
+        return []  # all say the same
     places: dict[int | None, list[int]] = {}
     for rank, status in enumerate(statuses):
         places.setdefault(status.data.get(TURN), []).append(rank)
@@ -36,8 +38,7 @@ def other_connections(statuses: Sequence[Status]) -> list[Failure]:
     """One failure if ranks come with different connections (a connect that some of them did not see to its end)."""
     serials: dict[str, list[int]] = {}
     for rank, status in enumerate(statuses):
-        if "connection" in status.data:
-            serials.setdefault(status.data["connection"], []).append(rank)
+        serials.setdefault(status.data["connection"], []).append(rank)
     if len(serials) <= 1:
         return []
     shown = "; ".join(f"ranks {ranks}: {serial}" for serial, ranks in serials.items())

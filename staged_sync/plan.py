@@ -160,6 +160,42 @@ def plan_update(pp: int, *, contract: Contract = "stage_local", passes: Sequence
             Barrier("resumed"))
 
 
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """What a deadline of its own bounds, and what is timed: `name` with all its steps. `send` is a phase of each stage."""
+
+    name: str
+    stage: int | None = None
+
+
+def phases_of(plan: Sequence[Step]) -> list[tuple[Phase, list[Step]]]:
+    """The plan, cut where another phase begins."""
+    phases: list[tuple[Phase, list[Step]]] = []
+    for step in plan:
+        begun = _phase_begun_by(step)
+        if begun is not None and (not phases or begun != phases[-1][0]):
+            phases.append((begun, []))
+        phases[-1][1].append(step)
+    return phases
+
+
+def _phase_begun_by(step: Step) -> Phase | None:
+    """None for what belongs to whatever phase it comes in."""
+    match step:
+        case Barrier(stage=None):
+            return None
+        case Lead("flush"):
+            return Phase("pause")
+        case Lead("restore"):
+            return Phase("start")
+        case Lead("post_process"):
+            return Phase("publish")
+        case Lead(action):
+            return Phase(action)
+        case Barrier(stage=stage) | Open(stage) | Send(stage) | Synchronize(stage) | Close(stage):
+            return Phase("send", stage)
+
+
 def _single_source(passes: Sequence[Part]) -> list[Step]:
     # The device is synchronized after the last barrier, as in vime: the source is the lead, so it cannot finish earlier.
     return [*_passes(0, passes, reports=True), Synchronize(0)]
@@ -184,15 +220,13 @@ def _met_after(stage: int, part: Part) -> str:
 
 def takes_part(step: Step, topology: Topology, rank: int) -> bool:
     """Whether `rank` does anything in `step`; a rank that does not touches neither weights nor engines."""
-    match step:
-        case Barrier():
-            return True
-        case Lead():
-            return rank == topology.LEAD
-        case Send(stage, part):
-            return topology.role(rank, stage, part) is not Role.INACTIVE
-        case Open(stage) | Synchronize(stage) | Close(stage):
-            return rank == topology.sources[stage]
+    if isinstance(step, Barrier):
+        return True
+    if isinstance(step, Lead):
+        return rank == topology.LEAD
+    if isinstance(step, Send):
+        return topology.role(rank, step.stage, step.part) is not Role.INACTIVE
+    return rank == topology.sources[step.stage]
 
 
 def rank_offsets(counts: Sequence[int]) -> list[int]:

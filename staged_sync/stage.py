@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
@@ -109,9 +110,9 @@ class Stage:
     def _begin(self) -> None:
         if self._rank.source.group is None:
             self.open()  # pp = 1: the persistent group was closed by an earlier failure
-        if self._bar is None:
-            self._bar = tqdm(desc=f"[{group_name(self.number)}] Update weights", unit="B", unit_scale=True, disable=None,
-                             total=sum(meta.nbytes for meta in self._link.announced[self.number]), leave=False)
+        if self._bar is None and sys.stderr.isatty():  # elsewhere nobody sees it, and tqdm starts a thread all the same
+            self._bar = tqdm(desc=f"[{group_name(self.number)}] Update weights", unit="B", unit_scale=True, leave=False,
+                             total=sum(meta.nbytes for meta in self._link.announced[self.number]))
 
     def _gather(self, unit: Any) -> Any:
         """Gather one unit. A failure before the collective was entered is kept, and the collective is joined all the same."""
@@ -143,4 +144,5 @@ class Stage:
             rank.source.group.send_bucket(bucket, self._call_deadline())
         self._record.bucket(bucket)
         self._bucket += 1
-        self._bar.update(sum(nbytes(tensor) for _, tensor in bucket))
+        if self._bar is not None:
+            self._bar.update(sum(nbytes(tensor) for _, tensor in bucket))

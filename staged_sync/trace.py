@@ -6,11 +6,11 @@ The event schema is frozen and written down in docs/seam.md. An operation that c
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, MutableSequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Callable, MutableSequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 EVENTS = frozenset({
     # trainer ranks
@@ -34,8 +34,10 @@ EVENTS = frozenset({
 })
 """Names that may appear in `Event.event`, without the suffixes `.done` and `.failed`."""
 
+_RECORDED = EVENTS | {f"{event}.{how}" for event in EVENTS for how in ("done", "failed")}
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)  # not frozen, though nobody changes one: that would make it ten times as slow to make
 class Event:
     """One thing that happened. `rank` is the trainer rank (None for an engine's own events)."""
 
@@ -58,8 +60,7 @@ class Event:
         return f"{self.event}{group}{stage}{bucket}{detail}"
 
 
-@dataclass(frozen=True, slots=True)
-class Position:
+class Position(NamedTuple):
     """Where a rank stands in the protocol: goes into every event, every error and the hang report."""
 
     phase: str = "idle"
@@ -99,53 +100,77 @@ class Trace:
 
     def record(self, event: str, *, detail: str = "", group: str | None = None) -> None:
         """Append one event at the current position. `group` overrides the position's transfer group."""
-        if event.split(".")[0] not in EVENTS:
+        if event not in _RECORDED:
             raise ValueError(f"unknown trace event {event!r}; the schema is staged_sync.trace.EVENTS")
-        at = self.position
-        entry = Event(self._now(), self.rank, self.actor, event, at.phase, at.stage, at.bucket,
-                      at.group if group is None else group, detail)
+        phase, stage, bucket, here = self.position
+        entry = Event(self._now(), self.rank, self.actor, event, phase, stage, bucket, here if group is None else group, detail)
         self.events.append(entry)
         if self.on_event is not None:
             self.on_event(entry)
 
-    @contextlib.contextmanager
-    def at(self, **changes: Any) -> Iterator[None]:
+    def at(self, **changes: Any) -> AbstractContextManager[None]:
         """Stand at another position inside the block; restored on every path. `position_of` an error that leaves the block
         remembers the innermost one."""
-        before = self.position
-        self.position = replace(before, **changes)
-        try:
-            yield
-        except BaseException as error:
-            if self._failed is None or self._failed[0] is not error:
-                self._failed = (error, self.position)
-            raise
-        finally:
-            self.position = before
+        return _At(self, changes)
 
     def position_of(self, error: BaseException) -> Position:
         """Where this rank stood when `error` was raised."""
         return self._failed[1] if self._failed is not None and self._failed[0] is error else self.position
 
-    @contextlib.contextmanager
-    def waits_for(self, what: str) -> Iterator[None]:
+    def waits_for(self, what: str) -> AbstractContextManager[None]:
         """Mark this rank as waiting for `what` inside the block; after an error the mark stays, for the hang report."""
-        before = (self.waiting_for, self.since_s)
-        self.waiting_for, self.since_s = what, self._now()
-        yield
-        self.waiting_for, self.since_s = before
+        return _Waiting(self, what)
 
-    @contextlib.contextmanager
-    def waiting(self, event: str, *, detail: str = "", group: str | None = None) -> Iterator[None]:
+    def waiting(self, event: str, *, detail: str = "", group: str | None = None) -> AbstractContextManager[None]:
         """Record `event`, mark this rank as waiting for it, and record how it ended."""
-        with self.waits_for(f"{event} {detail}".strip()):
-            self.record(event, detail=detail, group=group)
-            try:
-                yield
-            except BaseException:
-                self.record(f"{event}.failed", detail=detail, group=group)
-                raise
-            self.record(f"{event}.done", detail=detail, group=group)
+        return _Waiting(self, f"{event} {detail}" if detail else event, event, detail, group)
 
     def as_dicts(self) -> list[dict[str, Any]]:
         return [asdict(event) for event in self.events]
+
+
+# Classes, because every barrier and every bucket enters a few of them: generators cost six times as much.
+
+class _At:
+    __slots__ = ("_before", "_changes", "_trace")
+
+    def __init__(self, trace: Trace, changes: dict[str, Any]) -> None:
+        self._trace = trace
+        self._changes = changes
+
+    def __enter__(self) -> None:
+        trace = self._trace
+        self._before = trace.position
+        trace.position = self._before._replace(**self._changes)
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        trace = self._trace
+        if error is not None and (trace._failed is None or trace._failed[0] is not error):
+            trace._failed = (error, trace.position)
+        trace.position = self._before
+
+
+class _Waiting:
+    """Marks the rank as waiting for `what`; records `event`, and how it ended, unless it is empty."""
+
+    __slots__ = ("_before", "_detail", "_event", "_group", "_trace", "_what")
+
+    def __init__(self, trace: Trace, what: str, event: str = "", detail: str = "", group: str | None = None) -> None:
+        self._trace = trace
+        self._what = what
+        self._event, self._detail, self._group = event, detail, group
+
+    def __enter__(self) -> None:
+        trace = self._trace
+        self._before = (trace.waiting_for, trace.since_s)
+        trace.waiting_for, trace.since_s = self._what, trace._now()
+        if self._event:
+            trace.record(self._event, detail=self._detail, group=self._group)
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        trace = self._trace
+        if self._event:
+            ended = f"{self._event}.done" if error is None else f"{self._event}.failed"
+            trace.record(ended, detail=self._detail, group=self._group)
+        if error is None:
+            trace.waiting_for, trace.since_s = self._before

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from staged_sync.completeness import StageReport, judge
 from staged_sync.connect import Connection
@@ -17,12 +17,14 @@ from staged_sync.control import Deadline, Status
 from staged_sync.errors import Aftermath, CompletenessError, Failure, RanksAbsent, UpdateFailed
 from staged_sync.hang_report import report
 from staged_sync.in_step import FIRST, TURN, other_connections, out_of_step, why_absent
-from staged_sync.plan import Barrier, Close, Lead, LeadAction, Open, Send, Step, Synchronize, takes_part
+from staged_sync.plan import Barrier, Close, Lead, LeadAction, Open, Phase, Send, Step, Synchronize, takes_part
 from staged_sync.rank import FirstFailure, Rank
 from staged_sync.session import Session
 from staged_sync.stage import Stage
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Update:
@@ -46,7 +48,7 @@ class Update:
         self._failure = FirstFailure(rank)
         self._update_deadline = rank.deadline(rank.settings.timeouts.update_s, "update_weight_timeout")
         self._phase_deadline = self._update_deadline
-        self._phase: tuple[str, int | None] = ("", None)
+        self._phase = ""
         stage = rank.seam.coordinates().pp
         self._stage = Stage(stage, rank, link, self._failure, self._call_deadline,
                             lambda: self._phase_deadline.left_s(rank.seam.now()), self._keep_pace)
@@ -55,15 +57,16 @@ class Update:
 
     def run(self) -> None:
         """Execute the plan. Raises `UpdateFailed`, the same on every rank."""
-        rank, name_before = self._rank, self._rank.source.group_name
+        rank, topology, name_before = self._rank, self._link.topology, self._rank.source.group_name
         try:
-            for step in self._link.plan:
-                self._try(self._enter_phase, step)
-                with rank.metrics.timed(self._phase[0]), rank.trace.at(phase=self._phase[0], stage=self._phase[1]):
-                    if isinstance(step, Barrier):
-                        self._meet(step)
-                    elif takes_part(step, self._link.topology, rank.number):
-                        self._do(step)
+            for phase, steps in self._link.phases:
+                with rank.metrics.timed(phase.name), rank.trace.at(phase=phase.name, stage=phase.stage):
+                    self._try(self._enter, phase)
+                    for step in steps:
+                        if isinstance(step, Barrier):
+                            self._meet(step)
+                        elif takes_part(step, topology, rank.number):
+                            self._do(step)
         except UpdateFailed:
             raise
         except Exception as error:
@@ -85,10 +88,10 @@ class Update:
         elif not self._failure:
             self._try(self._perform, step)
 
-    def _try(self, function: Callable[[Step], None], step: Step) -> None:
+    def _try(self, function: Callable[[T], None], argument: T) -> None:
         """Do something local; what it raises is kept for the next barrier."""
         try:
-            function(step)
+            function(argument)
         except Exception as error:
             self._failure.keep(error)
 
@@ -130,16 +133,12 @@ class Update:
             case "resume":
                 session.resume(deadline, grace_s)
 
-    def _enter_phase(self, step: Step) -> None:
+    def _enter(self, phase: Phase) -> None:
         """Start a phase's clock. `send` is one phase per stage: its deadline bounds a stage, not the model."""
-        phase = _phase_of(step, self._phase)
-        if phase == self._phase:
-            return
-        self._phase, rank = phase, self._rank
+        self._phase, rank = phase.name, self._rank
         self._phase_deadline = self._update_deadline.within(
             rank.seam.now(), rank.settings.timeouts.phase_s, "update_weight_phase_timeout")
-        with rank.trace.at(phase=phase[0], stage=phase[1]):
-            rank.trace.record("phase", detail=phase[0])
+        rank.trace.record("phase", detail=phase.name)
 
     def _call_deadline(self) -> Deadline:
         timeouts = self._rank.settings.timeouts
@@ -174,11 +173,11 @@ class Update:
             why = why_absent(step, error, self._link)
             own = [] if self._failure.failure is None else [self._failure.failure]  # nobody else will tell what happened here
             self._abort([*own, Failure(None, f"status barrier '{label}'", "RanksAbsent", f"{error}{why}")], error)
+        failures = [status.failure for status in statuses if status.failure is not None] or out_of_step(statuses)
         if step is not None and step.label == FIRST:
             self._poisoned = any(status.data["poisoned"] for status in statuses)
             self.version = statuses[self._link.topology.LEAD].data["version"]
-        failures = ([status.failure for status in statuses if status.failure is not None] or out_of_step(statuses)
-                    or other_connections(statuses))
+            failures = failures or other_connections(statuses)
         if failures:
             self._abort(failures, None)
         return statuses
@@ -186,8 +185,7 @@ class Update:
     def _judge(self, report: StageReport) -> None:
         """Every rank learns what was sent; the lead decides, and the next barrier carries its verdict."""
         self.reports.append(report)
-        problem = judge(report, self._link.announced[report.stage])
-        if problem and self._is_lead:
+        if self._is_lead and (problem := judge(report, self._link.announced[report.stage])):
             self._failure.keep(CompletenessError(problem))
 
     def _abort(self, failures: list[Failure], cause: Exception | None) -> NoReturn:
@@ -199,7 +197,7 @@ class Update:
     def state(self) -> Aftermath:
         """What a failure in this phase leaves behind. Every rank decides alike: it depends on the plan, and on what all ranks
         said at the first barrier."""
-        match self._phase[0]:
+        match self._phase:
             case "" | "pause":
                 # No engine was asked to start: all of them are as they were before.
                 return "poisoned" if self._poisoned else "untouched"
@@ -248,19 +246,3 @@ _WHAT_TO_DO: dict[Aftermath, str] = {
 def _warn(troubles: list[str]) -> None:
     for trouble in troubles:
         logger.warning("while clearing up after a failed weight update: %s", trouble)
-
-
-def _phase_of(step: Step, current: tuple[str, int | None]) -> tuple[str, int | None]:
-    match step:
-        case Lead("flush"):
-            return current
-        case Lead("restore"):
-            return ("start", None)
-        case Lead("post_process"):
-            return ("publish", None)
-        case Lead(action):
-            return (action, None)
-        case Open(stage) | Send(stage) | Synchronize(stage) | Close(stage):
-            return ("send", stage)
-        case Barrier(stage=stage):
-            return current if stage is None else ("send", stage)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from staged_sync.control import Deadline
 from staged_sync.errors import DeadlineExceeded, EngineError, TransportError
@@ -18,8 +17,7 @@ SLICE_S = 1.0
 """Longest single wait: also a seam whose works finish outside its own wait is looked at this often."""
 
 
-@dataclass(frozen=True)
-class Pending:
+class Pending(NamedTuple):
     """One piece of work and how to speak of it. `engine` is set for RPCs, so that errors name the engine."""
 
     label: str

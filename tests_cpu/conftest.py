@@ -6,11 +6,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from harness.foreign.adapter import Adapter
 from tests_cpu.sim.protocol import Implementation
 
 BOUNDS = "reduced search up to 500 or 1,000 schedules a world, 60,000 steps a schedule, worlds of at most 16 ranks"
+
+settings.register_profile("any machine", deadline=None)  # a busy one takes its time
+settings.load_profile("any machine")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -37,7 +37,7 @@ def tensors(draw: st.DrawFn) -> list[torch.Tensor]:
 
 
 @given(tensors(), st.integers(1, 40))
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_packing_and_unpacking_keep_every_bit(bucket: list[torch.Tensor], buffer_size_bytes: int) -> None:
     chunks = list(pack(bucket, buffer_size_bytes))
     assert b"".join(bytes_of(chunk) for chunk in chunks) == b"".join(bytes_of(tensor) for tensor in bucket)

@@ -98,7 +98,7 @@ class ForeignJob:
     def differences(self) -> list[str]:
         """Where any worker of any engine holds other bytes than those of `step`."""
         return [f"{worker.name}: {line}" for engine in self.world.engines for j, worker in enumerate(engine.workers)
-                for line in differences(engine.weights(j), self.table, self.step)]
+                for line in differences(engine.weights(j), hf_metas(self.table), self.step)]
 
     def asked(self, noted: Sequence[str]) -> tuple[str, ...]:
         """Of what engines and groups noted, what is asked of this receiver and these capabilities."""

@@ -10,7 +10,6 @@ from harness.foreign.adapter import Adapter
 from harness.foreign.failing import aftermath, rules_of_a_failure
 from harness.foreign.job import ForeignJob
 from harness.recording.kernel import StepBound
-from harness.recording.model import hf_metas
 from harness.recording.world import RunResult
 from harness.sim.faulty import Planted, cannot_recover, recovery
 from harness.sim.invariants import Facts, violations
@@ -95,7 +94,7 @@ class ForeignSimulation:
 
     def _facts(self, died: Sequence[int]) -> Facts:
         s, job = self._scenario, self._job
-        return Facts(layout=job.world.layout, engines=s.engines, names=tuple(tuple(hf_metas([u])) for u in s.table),
+        return Facts(layout=job.world.layout, engines=s.engines, names=s.names,
                      raised={rank: f"{type(e).__name__}: {e}" for rank, e in job.raised.items()}, died=tuple(died),
                      endless=tuple(job.world.kernel.endless), differences=tuple(job.differences()), publishes=False,
                      sends_are_named=False, export=s.export)

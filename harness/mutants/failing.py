@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -66,7 +65,7 @@ def barrier_without_status() -> AbstractContextManager[Any]:
     real = Control.barrier
 
     def barrier(self: Control, label: str, status: Status, *, timeout_s: float) -> list[Status]:
-        return real(self, label, replace(status, failure=None), timeout_s=timeout_s)
+        return real(self, label, status._replace(failure=None), timeout_s=timeout_s)
     return patch.object(Control, "barrier", barrier)
 
 
@@ -90,7 +89,7 @@ def lock_without_deadline() -> AbstractContextManager[Any]:
     real = transfer_group.lock_held
 
     def lock_held(seam: Seam, trace: Trace, lock: Any, deadline: Any, *, grace_s: float) -> Any:
-        return real(seam, trace, lock, replace(deadline, at_s=1e12), grace_s=grace_s)
+        return real(seam, trace, lock, deadline._replace(at_s=1e12), grace_s=grace_s)
     return patch.object(transfer_group, "lock_held", lock_held)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from harness.mutants.mutant import SCHEDULES, SEED, Caught, Mutant, NamedTest, assert_caught
 from harness.mutants.zoo import ZOO
+from harness.sim.simulation import quietly
 
 PAGE = Path(__file__).parents[2] / "docs" / "bug-zoo.md"
 
@@ -43,7 +44,8 @@ def rows_of(page: Path) -> list[str]:
 
 
 def main() -> None:
-    rows = [row(mutant, assert_caught(mutant)) for mutant in ZOO]
+    with quietly():
+        rows = [row(mutant, assert_caught(mutant)) for mutant in ZOO]
     PAGE.write_text(TEXT + "\n".join([HEAD, *rows]) + "\n")
 
 

@@ -32,11 +32,13 @@ Reach = Literal["pp", "tp"]
 class StubBridge(BridgeExporter):
     """Yields all of `table`, each tensor after its collectives; only this rank's stage of it if it is declared and stage-local.
 
-    `declared`: the contract it declares, whether or not it is the one it has. `before(step, name)` is called on this rank ahead
-    of `yield` (outside of any collective) and `convert`: a test raises from it. `change` changes what is yielded.
+    `declared`: the contract it declares, whether or not it is the one it has. `together`: how many tensors are brought together
+    by the same collectives, ahead of the first of them; the others come out of the rank's own memory. `before(step, name)` is
+    called on this rank ahead of `yield` (outside of any collective) and `convert`: a test raises from it. `change` changes what
+    is yielded.
     """
 
-    def __init__(self, context: RankContext, table: Table, *, declared: Contract, reach: Sequence[Reach] = ("pp", "tp"),
+    def __init__(self, context: RankContext, table: Table, *, declared: Contract, reach: Sequence[Reach], together: int = 1,
                  step: Callable[[], int] = lambda: 1, folder: str = "", group_timeout_s: float = GROUP_TIMEOUT_S) -> None:
         metas = hf_metas(table)
         mine = hf_metas([table[context.coordinates.pp]])
@@ -48,6 +50,7 @@ class StubBridge(BridgeExporter):
         self._context = context
         self._metas = list((mine if declared == "stage_local" and "pp" not in reach else metas).values())
         self._groups = [context.world.gather_group(context.rank, group) for group in reach]
+        self._together = together
         self._step = step
         self._timeout_s = group_timeout_s
 
@@ -62,9 +65,10 @@ class StubBridge(BridgeExporter):
     def _begin(self) -> Iterator[NamedTensor]:
         metas = self.change(list(self._metas))
         buffer = torch.empty(max((meta.nbytes for meta in metas), default=0), dtype=torch.uint8)
-        for meta in metas:
+        for number, meta in enumerate(metas):
             self.before("yield", meta.name)
-            step_together(self._groups, self._context.rank, meta.name, timeout_s=self._timeout_s)
+            if number % self._together == 0:
+                step_together(self._groups, self._context.rank, meta.name, timeout_s=self._timeout_s)
             raw = values(meta, self._step()).reshape(-1).view(torch.uint8)
             yield meta.name, buffer[:meta.nbytes].copy_(raw).view(meta.dtype).reshape(meta.shape)
             buffer.fill_(0xEE)
@@ -77,8 +81,9 @@ def step_together(groups: Sequence[Collective], rank: int, name: str, *, timeout
             collective.exchange(rank, name, operation=f"bridge {name}", timeout_s=timeout_s)
 
 
-def bridge(declared: Contract, reach: Sequence[Reach] = ("pp", "tp"), *,
+def bridge(declared: Contract, reach: Sequence[Reach] = ("pp", "tp"), *, together: int = 1,
            group_timeout_s: float = GROUP_TIMEOUT_S) -> Callable[[RankContext, RecordingJob], StubBridge]:
     """For `RecordingJob(make_exporter=…)`."""
-    return lambda context, job: StubBridge(context, job.table, declared=declared, reach=reach, step=lambda: job.step,
-                                           folder=job.args.hf_checkpoint, group_timeout_s=group_timeout_s)
+    return lambda context, job: StubBridge(context, job.table, declared=declared, reach=reach, together=together,
+                                           step=lambda: job.step, folder=job.args.hf_checkpoint,
+                                           group_timeout_s=group_timeout_s)

@@ -111,7 +111,9 @@ def _shard(meta: TensorMeta, step: int, index: int, of: int) -> torch.Tensor:
 
 
 def _joined(meta: TensorMeta, shards: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat(list(shards))[:meta.nbytes].view(meta.dtype).reshape(meta.shape)
+    """A rank that holds all of it gives its own memory away, as a trainer does."""
+    flat = shards[0] if len(shards) == 1 else torch.cat(list(shards))[:meta.nbytes]
+    return flat.view(meta.dtype).reshape(meta.shape)
 
 
 class Touched(AssertionError):

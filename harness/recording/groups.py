@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from harness.recording.kernel import Kernel, Waiting
 from staged_sync.errors import RanksAbsent
+
+
+@dataclass(slots=True, eq=False)
+class Meeting:
+    """One turn of a group: what each member has brought. `over` is no longer empty once all have come, or never will."""
+
+    thing: tuple[str, int]
+    operation: str
+    brought: dict[int, Any] = field(default_factory=dict)
+    over: list[bool] = field(default_factory=list)
 
 
 class Collective:
@@ -20,47 +30,53 @@ class Collective:
         self.absent: tuple[int, ...] = ()
         self._kernel = kernel
         self._turn: dict[int, int] = dict.fromkeys(self.members, 0)
-        self._operations: dict[int, str] = {}
-        self._boxes: defaultdict[int, dict[int, Any]] = defaultdict(dict)
+        self._meetings: dict[int, Meeting] = {}
+        self._dead = (name, "absent")
 
     def exchange(self, rank: int, value: Any, *, operation: str, timeout_s: float) -> list[Any]:
         """Everybody's value of this turn, by group rank. Raises `RanksAbsent`, naming them, when some do not come."""
-        self._kernel.touch((self.name, "absent"), "read")
+        kernel, members = self._kernel, self.members
+        kernel.touch(self._dead, "read")
         if self.absent:
             raise self._broken(operation)
-        turn = self._turn[rank]
-        self._turn[rank] += 1
-        box = self._boxes[turn]
-        self._kernel.touch((self.name, turn), "add")
-        box[rank] = value
-        self._compare(turn, rank, operation)
-        self._kernel.wait(lambda: bool(self.absent) or len(box) == len(self.members),
-                          Waiting(operation, self.name, missing=lambda: ranks_text(self._missing(box))),
-                          deadline_s=self._kernel.now_s + timeout_s)
-        self._kernel.touch((self.name, turn), "await")
-        if len(box) == len(self.members):
-            self._boxes.pop(turn, None)
-            self._operations.pop(turn, None)
-            return [box[member] for member in self.members]
-        self._kernel.touch((self.name, "absent"), "write")
-        self.absent = self.absent or self._missing(box)
+        meeting = self._come(rank, value, operation)
+        kernel.wait(meeting.over.__len__, Waiting(operation, self.name, lambda: ranks_text(self._missing(meeting))),
+                    deadline_s=kernel.now_s + timeout_s)
+        kernel.touch(meeting.thing, "await")
+        brought = meeting.brought
+        if len(brought) == len(members):
+            return [brought[member] for member in members]
+        kernel.touch(self._dead, "write")
+        self.absent = self.absent or self._missing(meeting)
+        for unfinished in self._meetings.values():
+            unfinished.over.append(True)
         raise self._broken(operation, f" within {timeout_s:g} s")
 
     def count_anew(self) -> None:
         """Between two runs, when nobody is inside: turns are counted from 0 again."""
         self._turn = dict.fromkeys(self.members, 0)
 
-    def _compare(self, turn: int, rank: int, operation: str) -> None:
-        first = self._operations.setdefault(turn, operation)
-        if operation != first:
+    def _come(self, rank: int, value: Any, operation: str) -> Meeting:
+        turn = self._turn[rank]
+        self._turn[rank] = turn + 1
+        meeting = self._meetings.get(turn)
+        if meeting is None:
+            meeting = self._meetings[turn] = Meeting((self.name, turn), operation)
+        elif operation != meeting.operation:
             self._kernel.note(f"mismatch: in group {self.name}, turn {turn}, rank {rank} calls '{operation}' where others call "
-                              f"'{first}'")
+                              f"'{meeting.operation}'")
+        self._kernel.touch(meeting.thing, "add")
+        meeting.brought[rank] = value
+        if len(meeting.brought) == len(self.members):
+            meeting.over.append(True)
+            del self._meetings[turn]
+        return meeting
 
     def _broken(self, operation: str, when: str = ", earlier; the group is dead since") -> RanksAbsent:
         return RanksAbsent(f"{operation} in group {self.name}: {ranks_text(self.absent)} did not come{when}", self.absent)
 
-    def _missing(self, box: dict[int, Any]) -> tuple[int, ...]:
-        return tuple(member for member in self.members if member not in box)
+    def _missing(self, meeting: Meeting) -> tuple[int, ...]:
+        return tuple(member for member in self.members if member not in meeting.brought)
 
 
 class RecordedControlGroup:

@@ -42,13 +42,14 @@ class RecordingJob:
                  quantization_config: Mapping[str, Any] | None = None, **layout: Any) -> None:
         self._quantization_config = quantization_config
         self.table = table or small_table(layout.get("pp", 1))
+        self.metas = hf_metas(self.table)
         self.step = 1
         self._folder = None if folder else tempfile.TemporaryDirectory(prefix="recording-")
         if self._folder is not None:
             folder = write_checkpoint(Path(self._folder.name), hf_metas(checkpoint or self.table).values())
         folders = {"hf_checkpoint": str(folder), "update_weight_report_folder": str(folder)}
         self.args = make_args(**{**folders, **(args or {})})
-        self.world = RecordingWorld(engines=engines, model=hf_metas(self.table), faults=faults, scheduler=scheduler,
+        self.world = RecordingWorld(engines=engines, model=self.metas, faults=faults, scheduler=scheduler,
                                     max_steps=max_steps, **layout)
         self._handles = engine_handles or (lambda context, handles: handles)
         self.exporters = [(make_exporter or _stub)(context, self) for context in self.world.contexts]
@@ -92,14 +93,14 @@ class RecordingJob:
         """Where any worker of any engine holds other bytes than those of `step` (default: the current one)."""
         step = self.step if step is None else step
         return [f"{worker.name}: {difference}" for engine in self.world.engines for j, worker in enumerate(engine.workers)
-                for difference in differences(engine.weights(j), self.table, step)]
+                for difference in differences(engine.weights(j), self.metas, step)]
 
     def _updater(self, context: RankContext) -> UpdateWeightFromDistributed:
         exporter = self.exporters[context.rank]
         updater = UpdateWeightFromDistributed(
             self.args, [], None, model_name="stub", quantization_config=self._quantization_config, seam=context.seam,
             exporter=exporter)
-        updater.trace.events = self.world.events
+        self.world.follow(updater.trace)
         if isinstance(exporter, (StubExporter, StubBridge)):
             exporter.follow(updater.trace)
         return updater

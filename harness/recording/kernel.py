@@ -6,7 +6,6 @@ nobody waits for time to pass); when there is no deadline either, that is a `Dea
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -53,7 +52,7 @@ IDLE = Waiting("idle")
 """A server without a request: blocked, but waiting for nobody in particular; left out of reports."""
 
 
-@dataclass(eq=False)
+@dataclass(slots=True, eq=False)
 class Task:
     """One trainer rank, engine or engine worker. A daemon does not keep a run from ending."""
 
@@ -62,10 +61,12 @@ class Task:
     daemon: bool
     thing: str
     function: Callable[[], Any] = field(repr=False)
-    greenlet: greenlet = field(init=False, repr=False)
-    ready: Callable[[], object] = lambda: True
+    greenlet: greenlet | None = field(repr=False)
+    """What it runs in; None once it has ended, but for one that died: that stands where it was killed."""
+    ready: Callable[[], object] | None = None
+    """None: it does not wait, and what follows is over."""
     deadline_s: float = math.inf
-    waiting: Waiting | None = None
+    waiting: Waiting = IDLE
     finished: bool = False
     died: bool = False
     result: Any = None
@@ -104,11 +105,12 @@ class Kernel:
         self._slept_through: list[str] = []
         self._previous: Task | None = None
         self._spawned = 0
+        self._idle: list[greenlet] = []
 
     def spawn(self, name: str, function: Callable[[], Any], *, daemon: bool = False) -> Task:
         """Add a task; it first runs when the scheduler chooses it."""
-        task = Task(self._spawned, name, daemon, self.christen(), function)
-        task.greenlet = greenlet(functools.partial(self._body, task), parent=self._hub)
+        carrier = self._idle.pop() if self._idle else greenlet(self._carry, parent=self._hub)
+        task = Task(self._spawned, name, daemon, self.christen(), function, carrier)
         self._spawned += 1
         self.tasks.append(task)
         if self._current is not None:
@@ -122,11 +124,11 @@ class Kernel:
             task = self._nobody_waits()
         if deadline_s == math.inf and not task.daemon:
             self.endless.append(f"{task.name} waits without a deadline in {waiting.operation} {waiting.group}".rstrip())
-        task.ready, task.waiting, task.deadline_s = ready, waiting, deadline_s
+        task.ready, task.waiting, task.deadline_s = ready if deadline_s > self.now_s else _time_is_up, waiting, deadline_s
         self._hub.switch()
         if self.closing:
             raise GreenletExit
-        task.waiting, task.ready, task.deadline_s = None, _always, math.inf
+        task.ready = None
         return bool(ready())
 
     def give_way(self) -> None:
@@ -146,25 +148,27 @@ class Kernel:
 
     def run(self) -> None:
         """Until every task that is no daemon has finished, and the daemons have nothing left to do."""
-        for _ in range(self._max_steps):
-            now_s = self.now_s
-            runnable = [t for t in self.tasks if t.deadline_s <= now_s or t.ready()]
-            if runnable:
-                task = self._current = self._previous = self.scheduler(runnable, self._previous)
-                task.greenlet.switch()
-                self._current = None
-                if task.finished:
-                    self.tasks.remove(task)
-            elif all(task.daemon for task in self.tasks):
-                return
-            else:
-                self._advance_clock()
+        tasks, previous = self.tasks, self._previous
+        try:
+            for _ in range(self._max_steps):
+                runnable = [task for task in tasks if task.ready is None or task.ready()]
+                if runnable:
+                    self._current = previous = self.scheduler(runnable, previous)
+                    previous.greenlet.switch(previous)  # type: ignore[union-attr]
+                    if previous.finished:
+                        tasks.remove(previous)
+                elif all(task.daemon for task in tasks):
+                    return
+                else:
+                    self._advance_clock()
+        finally:
+            self._current, self._previous = None, previous
         raise StepBound(f"no end after {self._max_steps} steps: somebody polls without waiting\n"
                         f"{self._table(self.blocked())}")
 
     def blocked(self) -> list[Task]:
         """Tasks that wait for somebody, in spawning order."""
-        return [t for t in self.tasks if t.waiting is not None and t.waiting is not IDLE]
+        return [t for t in self.tasks if t.ready is not None and t.waiting is not IDLE]
 
     @property
     def current_name(self) -> str:
@@ -174,9 +178,9 @@ class Kernel:
     def christen(self) -> str:
         """A name for a new shared thing that is the same in every run whose steps so far were the same: who made it, and as
         its how manieth."""
-        maker = self._current.name if self._current is not None else "world"
-        self._made[maker] = self._made.get(maker, 0) + 1
-        return f"{self._era}/{maker}/{self._made[maker]}"
+        maker = "world" if self._current is None else self._current.name
+        number = self._made[maker] = self._made.get(maker, 0) + 1
+        return f"{self._era}/{maker}/{number}"
 
     def begin_era(self, era: str) -> None:
         """What is made from now on is counted anew, and nobody ran last: the next run begins like any other of this era."""
@@ -187,13 +191,27 @@ class Kernel:
         self.closing = True
         try:
             for task in tasks:
-                if not task.greenlet.dead:
+                if task.greenlet is not None:
                     self._current = task
                     task.greenlet.throw(GreenletExit)
                 task.finished = True
         finally:
             self.closing, self._current = False, None
-            self.tasks = [task for task in self.tasks if not task.finished]
+            self.tasks[:] = [task for task in self.tasks if not task.finished]
+
+    def let_go(self) -> None:
+        """Of the greenlets that are kept for tasks to come."""
+        while self._idle:
+            self._idle.pop().throw(GreenletExit)
+
+    def _carry(self, task: Task) -> None:
+        """What a greenlet does: one task after the other, since to make a greenlet takes longer than most tasks do."""
+        while True:
+            self._body(task)
+            self._idle.append(getcurrent())
+            task.greenlet = None
+            del task  # or what it held would live as long as this greenlet is idle
+            task = self._hub.switch()
 
     def _body(self, task: Task) -> None:
         try:
@@ -204,7 +222,7 @@ class Kernel:
         except BaseException as error:  # a task's exception is a result, the run goes on
             task.error = error
         finally:
-            task.finished, task.waiting = True, None
+            task.finished = True
             self.touch((task.thing, "ends"), "fail" if task.error else "set")
 
     def _nobody_waits(self) -> NoReturn:
@@ -221,6 +239,9 @@ class Kernel:
         if len(self.stalls) < MAX_STALLS:
             self._note_stall(self._table(self.blocked()))
         self.now_s = first.deadline_s
+        for task in pending:
+            if task.deadline_s <= self.now_s:
+                task.ready = _time_is_up
 
     def _note_stall(self, table: str) -> None:
         if not self.stalls or self.stalls[-1] != table:
@@ -238,7 +259,7 @@ class Kernel:
 
     def _sleep_helps(self, first: Task) -> bool:
         """Whether the next deadline is a sleep, and the last sleeps were not all in vain: the others stand where they stood."""
-        if first.waiting is None or not first.waiting.for_time:
+        if not first.waiting.for_time:
             return False
         others = self._waits([task for task in self.blocked() if task is not first])
         self._naps = self._naps + 1 if others == self._slept_through else 0
@@ -247,16 +268,16 @@ class Kernel:
 
     @staticmethod
     def _waits(tasks: Sequence[Task]) -> list[str]:
-        return [f"{t.name} in {t.waiting.operation} {t.waiting.group}".rstrip() for t in tasks if t.waiting is not None]
+        return [f"{t.name} in {t.waiting.operation} {t.waiting.group}".rstrip() for t in tasks]
 
 
 def plain_table(tasks: Sequence[Task]) -> str:
     """Who waits for what, one line each."""
     return "\n".join(f"{t.name}: {t.waiting.operation} {t.waiting.group} missing {t.waiting.missing()}"
-                     for t in tasks if t.waiting is not None)
+                     for t in tasks)
 
 
-def _always() -> bool:
+def _time_is_up() -> bool:
     return True
 
 

@@ -11,19 +11,6 @@ Expected: TypeAlias = str | Callable[[str], bool]
 """One line of a story: the literal text, or a predicate on it."""
 
 
-class EventLog(list[Event]):
-    """What everybody appends to. `on_event` sees each event after it is in the list, and may raise (planted faults)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.on_event: Callable[[Event], None] | None = None
-
-    def append(self, event: Event) -> None:
-        super().append(event)
-        if self.on_event is not None:
-            self.on_event(event)
-
-
 def calls(events: Iterable[Event], rank: int, *, leave_out: Sequence[str] = ("phase",)) -> list[str]:
     """What one trainer rank did, one line each, without the `.done` of what it waited for."""
     return [e.text() for e in events if e.rank == rank and not e.event.endswith(".done") and e.event not in leave_out]

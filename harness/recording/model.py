@@ -58,9 +58,8 @@ def _values(meta: TensorMeta, step: int) -> torch.Tensor:
     return raw.view(meta.dtype).reshape(meta.shape)
 
 
-def differences(held: Mapping[str, torch.Tensor | None], table: Table, step: int) -> list[str]:
+def differences(held: Mapping[str, torch.Tensor | None], metas: Mapping[str, TensorMeta], step: int) -> list[str]:
     """Where an engine worker's weights are not the bytes of `step`; empty if it holds exactly those."""
-    metas = hf_metas(table)
     wrong = [f"{name}: not of this model" for name in held if name not in metas]
     for name, meta in metas.items():
         tensor = held.get(name)

@@ -101,7 +101,8 @@ class Channel:
         return len(self.frames)
 
     def over(self, upto: int) -> bool:
-        return min(self.taken.values(), default=upto) >= upto or bool(self.problem(upto))
+        late = [rank for rank, taken in self.taken.items() if taken < upto]
+        return not late or bool(self.problem(upto))
 
     def problem(self, upto: int) -> str:
         """Why frames before `upto` will never all arrive; empty while they still can."""

@@ -46,13 +46,14 @@ class RecordingSeam:
     def wait_any(self, works: Sequence[Work[Any]], *, timeout_s: float) -> bool:
         if not works:
             raise ValueError("wait_any needs at least one work: nothing would ever end the wait but the time-out")
-        kernel = self._world.kernel
-        until_s = kernel.now_s + finite(timeout_s)
-        wake_s = min([until_s, *(getattr(work, "expires_s", math.inf) for work in works)])
-        waiting = Waiting("wait_any", _groups(works), missing=lambda: "; ".join(_label(w) for w in works if not _ended(w)))
-        ready = _clear(works) if kernel.patient else _begun_to_end(works)
-        kernel.wait(ready, waiting, deadline_s=wake_s)
-        return _begun_to_end(works)()
+        kernel = self._kernel
+        wake_s = kernel.now_s + finite(timeout_s)
+        for work in works:
+            wake_s = min(wake_s, getattr(work, "expires_s", math.inf))
+        waiting = Waiting("wait_any", _groups(works), lambda: "; ".join(_label(w) for w in works if not _ended(w)))
+        begun = _begun_to_end(works)
+        kernel.wait(_clear(works) if kernel.patient else begun, waiting, deadline_s=wake_s)
+        return begun()
 
     # --- the trainer's own groups ---------------------------------------------------------------------------------
     def all_gather(self, tensor: torch.Tensor, group: GatherGroup, *, timeout_s: float) -> list[torch.Tensor]:
@@ -200,6 +201,8 @@ def _groups(works: Sequence[Work[Any]]) -> str:
 def _begun_to_end(works: Sequence[Work[Any]]) -> Callable[[], bool]:
     """Whether any has ended. Asked after every step of anybody, so it is quick."""
     asks = [getattr(work, "ended", work.poll) for work in works]
+    if len(asks) == 1:
+        return asks[0]
 
     def ready() -> bool:
         for ask in asks:  # noqa: SIM110 (a generator costs more than all the rest)
@@ -212,7 +215,14 @@ def _begun_to_end(works: Sequence[Work[Any]]) -> Callable[[], bool]:
 
 def _clear(works: Sequence[Work[Any]]) -> Callable[[], bool]:
     """Whether all have ended, or one has failed. Waking before, a caller that needs all of them would only wait again."""
-    return lambda: all(_ended(work) for work in works) or any(_ended(work) and _failed(work) for work in works)
+    if len(works) == 1:
+        return _begun_to_end(works)
+
+    def ready() -> bool:
+        over = [work for work in works if _ended(work)]
+        return len(over) == len(works) or any(_failed(work) for work in over)
+
+    return ready
 
 
 def _ended(work: Work[Any]) -> bool:

@@ -13,7 +13,7 @@ class ServerDied(RuntimeError):
     """What every open and later reference to a dead server ends with (Ray: `RayActorError`)."""
 
 
-@dataclass(eq=False)
+@dataclass(slots=True, eq=False)
 class Reference:
     """The reply of one call, once there is one: Ray's object reference, and a `Work` to the library."""
 
@@ -23,7 +23,6 @@ class Reference:
     done: bool = False
     value: Any = None
     error: BaseException | None = None
-    expires_s: float = field(default=float("inf"), repr=False)
 
     def ended(self) -> bool:
         """`poll`, asked by the kernel and not by a task."""
@@ -49,7 +48,7 @@ class Reference:
             self.done, self.value, self.error = True, value, error
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class Call:
     method: str
     arguments: dict[str, Any]
@@ -128,7 +127,7 @@ class Handle:
         return f"<handle of {self._server.name}>"
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class RemoteMethod:
     server: Server
     method: str

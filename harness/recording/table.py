@@ -20,7 +20,6 @@ def wait_table(tasks: Sequence[Task], events: Sequence[Event]) -> str:
 
 
 def _row(task: Task, events: Sequence[Event]) -> tuple[str, ...]:
-    assert task.waiting is not None
     index = next((i for i in range(len(events) - 1, -1, -1) if events[i].actor == task.name), None)
     last = None if index is None else events[index]
     group = task.waiting.group or (last.group if last else "")

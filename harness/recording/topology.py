@@ -41,6 +41,11 @@ class Layout:
         """The coordinates of every rank."""
         return tuple(self._coordinates(rank) for rank in range(self.world_size))
 
+    @cached_property
+    def sources(self) -> dict[int, Coordinates]:
+        """Who sends for each stage: data parallel (with context parallel) and tensor parallel rank 0 of it."""
+        return {c.pp: c for c in self.ranks if c.dp == 0 and c.tp == 0}
+
     def members(self, rank: int, group: GatherGroup | Literal["pp"]) -> tuple[int, ...]:
         """The ranks of `rank`'s own gather group, or of its pipeline, by group rank."""
         mine = _outside(self.ranks[rank], group)

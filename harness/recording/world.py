@@ -14,7 +14,6 @@ from harness.recording.engines import EngineOptions, StubEngine
 from harness.recording.groups import Collective
 from harness.recording.kernel import MAX_STEPS, Kernel, Task
 from harness.recording.lock import StubLock
-from harness.recording.log import EventLog
 from harness.recording.network import Channel, Network
 from harness.recording.scheduler import Scheduler, round_robin
 from harness.recording.seam import RecordingSeam
@@ -78,7 +77,9 @@ class RecordingWorld:
                  faults: Faults | None = None, scheduler: Scheduler = round_robin, max_steps: int = MAX_STEPS) -> None:
         self.layout = Layout(tp, pp, dp, cp, ep, etp)
         self.faults = Faults() if faults is None else faults
-        self.events = EventLog()
+        self.events: list[Event] = []
+        """The one log: what everybody appends to."""
+        self._traces: list[Trace] = []
         self.violations: list[str] = []
         self.kernel = Kernel(scheduler, max_steps=max_steps, table=lambda tasks: wait_table(tasks, self.events))
         self.kernel.note = self._note
@@ -87,7 +88,8 @@ class RecordingWorld:
         self.devices: dict[int, SendsLater] = {}
         """Ranks whose sends go through the queue of a device (harness/sim/streams.py); the others' are rendezvous."""
         self._control: dict[int, Collective] = {}
-        self._gathers: dict[tuple[int, ...], Collective] = {}
+        self._gather_of: dict[tuple[int, str], Collective] = {}
+        """The group that a rank gathers in, by rank and kind."""
         self._model = model or {}
         self.lock = StubLock(self.kernel)
         self.engines: list[StubEngine] = []
@@ -104,6 +106,7 @@ class RecordingWorld:
     def close(self) -> None:
         """Unwind every greenlet that has not ended."""
         self._unwind(list(self.kernel.tasks))
+        self.kernel.let_go()
 
     @property
     def handles(self) -> list[Any]:
@@ -126,7 +129,8 @@ class RecordingWorld:
         tasks = {rank: self.kernel.spawn(f"rank{rank}", functools.partial(function, self.contexts[rank])) for rank in chosen}
         first_event, first_violation, began_s = len(self.events), len(self.violations), self.kernel.now_s
         self.kernel.stalls.clear()
-        self.events.on_event = self._strike if self.faults else None
+        for trace in self._traces if self.faults else ():
+            trace.on_event = self._strike
         try:
             self.kernel.run()
         finally:
@@ -139,14 +143,16 @@ class RecordingWorld:
             died=[rank for rank, task in tasks.items() if task.died], elapsed_s=self.kernel.now_s - began_s)
 
     def gather_group(self, rank: int, group: GatherGroup | Literal["pp"]) -> Collective:
-        members = self.layout.members(rank, group)
-        name = f"{group}[{','.join(map(str, members))}]"
-        key = (("tp", "etp", "ep", "pp").index(group), *members)
-        return self._gathers.setdefault(key, Collective(self.kernel, name, members))
+        found = self._gather_of.get((rank, group))
+        if found is None:
+            members = self.layout.members(rank, group)
+            found = Collective(self.kernel, f"{group}[{','.join(map(str, members))}]", members)
+            self._gather_of.update({(member, group): found for member in members})
+        return found
 
     @property
     def lost_a_gather_group(self) -> bool:
-        return any(group.absent for group in self._gathers.values())
+        return any(group.absent for group in self._gather_of.values())
 
     def control_group(self, generation: int) -> Collective:
         everybody = range(self.layout.world_size)
@@ -156,7 +162,7 @@ class RecordingWorld:
         """Between two runs: forget what is over, so that the next one begins like any other of this era."""
         self.kernel.begin_era(era)
         self.network.forget()
-        for collective in [*self._control.values(), *self._gathers.values()]:
+        for collective in [*self._control.values(), *self._gather_of.values()]:
             collective.count_anew()
         self.events.clear()
         self.violations.clear()
@@ -169,7 +175,13 @@ class RecordingWorld:
     def _context(self, coordinates: Coordinates) -> RankContext:
         rank = coordinates.rank
         seam = RecordingSeam(self, rank)
-        return RankContext(rank, coordinates, seam, Trace(rank, seam.now, events=self.events), self)
+        return RankContext(rank, coordinates, seam, self.follow(Trace(rank, seam.now)), self)
+
+    def follow(self, trace: Trace) -> Trace:
+        """Let `trace` write into the log, and the faults strike the rank that writes."""
+        trace.events = self.events
+        self._traces.append(trace)
+        return trace
 
     def _strike(self, event: Event) -> None:
         fault = self.faults.on_event(event)
@@ -185,6 +197,7 @@ class RecordingWorld:
     def _unwind(self, tasks: Sequence[Task]) -> None:
         """End what has not ended; what their `finally` blocks would log did not happen in this world."""
         happened = len(self.events)
-        self.events.on_event = None
+        for trace in self._traces if self.faults else ():
+            trace.on_event = None
         self.kernel.kill(tasks)
         del self.events[happened:]

@@ -6,19 +6,18 @@ Rule 10 needs a second update (tests_cpu/sim/test_faults.py).
 
 from __future__ import annotations
 
+import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from itertools import accumulate
 
 from harness.recording.topology import Layout
+from harness.sim.exports import COLLECTIVE, Export
 from staged_sync.seam import Coordinates
 from staged_sync.trace import Event
-
-if TYPE_CHECKING:
-    from harness.sim.exports import Export
 
 
 @dataclass(frozen=True)
@@ -57,8 +56,12 @@ class Facts:
         return not self.raised and not self.died
 
     @property
+    def all_iterate(self) -> bool:
+        return self.export in COLLECTIVE
+
+    @property
     def keeps_its_group(self) -> bool:  # rank 0 alone sends, over a group that is opened at connect
-        return self.layout.pp == 1 or self.export == "bridge"
+        return self.layout.pp == 1 or self.all_iterate
 
 
 @dataclass(frozen=True)
@@ -68,16 +71,16 @@ class Trace:
 
     @cached_property
     def by_name(self) -> Mapping[str, list[tuple[int, Event]]]:
-        found: dict[str, list[tuple[int, Event]]] = {}
+        found: defaultdict[str, list[tuple[int, Event]]] = defaultdict(list)
         for number, event in enumerate(self.events):
-            found.setdefault(event.event, []).append((number, event))
+            found[event.event].append((number, event))
         return found
 
     def of(self, *names: str) -> list[tuple[int, Event]]:
         """Events of these names, in order."""
         if len(names) == 1:
             return self.by_name.get(names[0], [])
-        return sorted((pair for name in names for pair in self.by_name.get(name, ())), key=lambda pair: pair[0])
+        return sorted([numbered for name in names for numbered in self.by_name.get(name, ())])
 
 
 Rule = Callable[[Trace], Iterator[Violation]]
@@ -141,28 +144,31 @@ def order(trace: Trace) -> Iterator[Violation]:
 
 
 def barrier_symmetry(trace: Trace) -> Iterator[Violation]:
-    met: dict[int, list[tuple[int, str]]] = {rank: [] for rank in range(trace.facts.layout.world_size)}
+    met: dict[int, list[str]] = {rank: [] for rank in range(trace.facts.layout.world_size)}
+    places: dict[int, list[int]] = {rank: [] for rank in met}
     for at, event in trace.of("barrier"):
         if event.rank is not None:
-            met[event.rank].append((at, event.detail))
+            met[event.rank].append(event.detail)
+            places[event.rank].append(at)
+    wanted = met[0]
     for rank, labels in met.items():
-        for turn, ((_, wanted), (at, label)) in enumerate(zip(met[0], labels, strict=False)):
-            if label != wanted:
-                yield Violation(4, at, f"barrier {turn} of rank {rank} is '{label}', that of rank 0 is '{wanted}'")
-                break
-        else:
-            if trace.facts.went_well and len(labels) != len(met[0]):
-                yield Violation(4, labels[-1][0] if labels else -1,
-                                f"rank {rank} meets {len(labels)} times, rank 0 {len(met[0])} times")
+        if labels == wanted:
+            continue
+        turn = next((turn for turn, pair in enumerate(zip(wanted, labels, strict=False)) if pair[0] != pair[1]), None)
+        if turn is not None:
+            yield Violation(4, places[rank][turn], f"barrier {turn} of rank {rank} is '{labels[turn]}', that of rank 0 is "
+                                                   f"'{wanted[turn]}'")
+        elif trace.facts.went_well:
+            yield Violation(4, places[rank][-1] if labels else -1,
+                            f"rank {rank} meets {len(labels)} times, rank 0 {len(wanted)} times")
 
 
 _SOURCES_ONLY = ("listen", "open", "send", "synchronize", "close", "state")
 
 
 def inactive_ranks_touch_nothing(trace: Trace) -> Iterator[Violation]:
-    ranks = trace.facts.layout.ranks
-    sources = {c.pp: c for c in ranks if c.dp == 0 and c.tp == 0}
-    sources_of_all = {c.rank for stage, c in sources.items() if stage == 0 or trace.facts.export != "bridge"}
+    ranks, sources = trace.facts.layout.ranks, trace.facts.layout.sources
+    sources_of_all = {c.rank for stage, c in sources.items() if stage == 0 or not trace.facts.all_iterate}
     for at, event in trace.of("gather"):
         if event.rank is None or event.stage is None:
             continue
@@ -181,29 +187,41 @@ def inactive_ranks_touch_nothing(trace: Trace) -> Iterator[Violation]:
 
 def _exports(facts: Facts, event: Event, c: Coordinates, source: Coordinates) -> bool:
     """Whether the export of the stage needs this rank: all ranks, all of the stage, or those of the gather's group."""
-    if facts.export == "bridge":
+    if facts.all_iterate:
         return event.stage == 0
     return c.pp == event.stage and (facts.export != "raw" or (c.dp == 0 if event.group == "tp" else c.edp == source.edp))
 
 
 def once_each(trace: Trace) -> Iterator[Violation]:
-    wanted = Counter(name for names in trace.facts.names for name in names)
-    workers = [f"engine{i}/worker{j}" for i, count in enumerate(trace.facts.engines) for j in range(count)]
-    sources = {e.actor for _, e in trace.of("send")}
-    for what, actors in ((("send", sources),) if trace.facts.sends_are_named else ()) + (("receive.done", set(workers)),):
-        counted: dict[str, Counter[str]] = {actor: Counter() for actor in actors}
-        for at, event in trace.of(what):
-            names = counted[event.actor]
-            for name in event.detail.split():
-                names[name] += 1
-                if names[name] > wanted[name]:
-                    yield Violation(6, at, f"{event.actor}: {what} of {name}, {'once too often' if wanted[name] else 'unknown'}")
-        if not trace.facts.went_well:
-            continue
-        parts = counted.values() if what == "receive.done" else [sum(counted.values(), Counter[str]())]
-        for seen in parts:
-            for name in wanted - seen:
-                yield Violation(6, -1, f"{name} is missing from what was {'received' if what != 'send' else 'sent'}")
+    wanted = [name for names in trace.facts.names for name in names]
+    for what, told in _told(trace):
+        found = [name for _, event in told for name in event.detail.split()]
+        if sorted(found) != sorted(wanted):
+            yield from _miscounted(what, told, Counter(wanted), trace.facts.went_well)
+
+
+def _told(trace: Trace) -> Iterator[tuple[str, list[tuple[int, Event]]]]:
+    """What all sources have sent, and what each worker has received."""
+    if trace.facts.sends_are_named:
+        yield "send", trace.of("send")
+    received: dict[str, list[tuple[int, Event]]] = {
+        f"engine{i}/worker{j}": [] for i, count in enumerate(trace.facts.engines) for j in range(count)}
+    for at, event in trace.of("receive.done"):
+        received[event.actor].append((at, event))
+    for told in received.values():
+        yield "receive.done", told
+
+
+def _miscounted(what: str, told: list[tuple[int, Event]], wanted: Counter[str], went_well: bool) -> Iterator[Violation]:
+    seen: Counter[str] = Counter()
+    for at, event in told:
+        for name in event.detail.split():
+            seen[name] += 1
+            if seen[name] > wanted[name]:
+                yield Violation(6, at, f"{event.actor}: {what} of {name}, {'once too often' if wanted[name] else 'unknown'}")
+    if went_well:
+        for name in wanted - seen:
+            yield Violation(6, -1, f"{name} is missing from what was {'received' if what != 'send' else 'sent'}")
 
 
 def one_source_pays_nothing(trace: Trace) -> Iterator[Violation]:
@@ -233,25 +251,36 @@ def failures_reach_everybody(trace: Trace) -> Iterator[Violation]:
 
 
 def fail_stop(trace: Trace) -> Iterator[Violation]:
-    for engine in range(len(trace.facts.engines)):
-        name, touched = f"engine{engine}", False
-        for at, event in trace.of("handle", "handle.done", "generate"):
-            if event.actor != name:
-                continue
-            match event.event, event.detail:
-                case "handle", "start_weight_update":
-                    touched = True
-                case "handle.done", "finish_weight_update":
-                    touched = False
-                case "handle.done", "update_weight_version" if touched:
-                    yield Violation(9, at, f"{name} publishes a version inside a session")
-                case "generate", _ if touched:
-                    yield Violation(9, at, f"{name} serves between start and finish")
+    touched: set[str] = set()
+    for at, event in trace.of("handle", "handle.done", "generate"):
+        does = (event.event, event.detail)
+        if does == ("handle", "start_weight_update"):
+            touched.add(event.actor)
+        elif does == ("handle.done", "finish_weight_update"):
+            touched.discard(event.actor)
+        elif does == ("handle.done", "update_weight_version") and event.actor in touched:
+            yield Violation(9, at, f"{event.actor} publishes a version inside a session")
+        elif event.event == "generate" and event.actor in touched:
+            yield Violation(9, at, f"{event.actor} serves between start and finish")
 
 
 def no_endless_wait(trace: Trace) -> Iterator[Violation]:
     for text in trace.facts.endless:
         yield Violation(11, -1, text)
+    if trace.facts.all_iterate:
+        yield from _no_running_ahead(trace)
+
+
+def _no_running_ahead(trace: Trace) -> Iterator[Violation]:
+    """Until a bucket has been sent, nobody goes on behind the item that closed it, which is the first one of the next: its next
+    step would be a wait for the source in a group of the trainer, which no deadline of ours bounds. An item is a tensor here."""
+    closing = accumulate(len(event.detail.split()) for _, event in trace.of("send"))
+    last = next(closing, math.inf)
+    for at, event in trace.of("gather", "send.done"):
+        if event.event == "send.done":
+            last = next(closing, math.inf)  # what was never sent does not say which item would have closed it
+        elif (item := int(event.detail.removeprefix("item "))) > last:
+            yield Violation(11, at, f"rank {event.rank} takes item {item} before the bucket that item {last} closed is sent")
 
 
 def bit_for_bit(trace: Trace) -> Iterator[Violation]:
@@ -267,16 +296,15 @@ def sent_before_closed(trace: Trace) -> Iterator[Violation]:
     sending: Counter[str] = Counter()
     synchronized: set[str] = set()
     for at, event in trace.of("send", "send.done", "synchronize.done", "close"):
-        match event.event:
-            case "send":
-                sending[event.actor] += 1
-                synchronized.discard(event.actor)
-            case "send.done":
-                sending[event.actor] -= 1
-            case "synchronize.done":
-                synchronized.add(event.actor)
-            case _ if sending[event.actor] or event.actor not in synchronized:
-                yield Violation(13, at, f"{event.actor} closes {event.group} before its device has sent everything")
+        if event.event == "send":
+            sending[event.actor] += 1
+            synchronized.discard(event.actor)
+        elif event.event == "send.done":
+            sending[event.actor] -= 1
+        elif event.event == "synchronize.done":
+            synchronized.add(event.actor)
+        elif sending[event.actor] or event.actor not in synchronized:
+            yield Violation(13, at, f"{event.actor} closes {event.group} before its device has sent everything")
     for actor, left in sending.items():
         if left:
             yield Violation(13, -1, f"{actor} never waits for {left} of its sends")

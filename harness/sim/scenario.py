@@ -89,6 +89,11 @@ class Scenario:
     def table(self) -> Table:
         return make_table(self.stages or ((1, 0),) * self.pp, self.vpp)
 
+    @property
+    def names(self) -> tuple[tuple[str, ...], ...]:
+        """HF names by stage."""
+        return tuple(tuple(hf_metas([units])) for units in self.table)
+
     def engine_options(self) -> list[EngineOptions]:
         return [EngineOptions(workers=workers, fixed_buffer_bytes=self.packed_buffer_bytes, **RECEIVERS[self.receiver])
                 for workers in self.engines]

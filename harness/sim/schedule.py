@@ -7,12 +7,16 @@ zero is what matters. Points where one task alone could run are not counted. Aft
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import groupby
+from operator import attrgetter
 
 from harness.recording.kernel import Task
 
 Choices = tuple[int, ...]
+
+_index = attrgetter("index")
 
 _RUN = re.compile(r"(\d+)(?:x(\d+))?")
 
@@ -40,11 +44,5 @@ def decode(text: str) -> tuple[Choices, bool]:
 
 def in_turn(runnable: Sequence[Task], previous: Task | None) -> list[Task]:
     """The candidates in round robin's order: first who comes after the task that ran last."""
-    if previous is None:
-        return list(runnable)
-    last, at = previous.index, 0
-    for task in runnable:
-        if task.index > last:
-            break
-        at += 1
+    at = 0 if previous is None else bisect_right(runnable, previous.index, key=_index)
     return [*runnable[at:], *runnable[:at]]

@@ -16,7 +16,6 @@ from typing import Any, Self, TypeVar
 from harness.faults import Faults
 from harness.recording.job import RecordingJob
 from harness.recording.kernel import Deadlock, Kernel, StepBound, Task
-from harness.recording.model import hf_metas
 from harness.recording.scheduler import round_robin
 from harness.recording.world import RunResult
 from harness.sim.exports import EXPORTERS
@@ -61,6 +60,7 @@ class Simulation:
         if scenario.sends == "streams":
             world.devices.update({rank: Device(world.kernel, rank) for rank in range(world.layout.world_size)})
         self.connected = False
+        self._names = scenario.names
         self.job.world.kernel.stall_is_deadlock = not scenario.ends_by_deadline
 
     def __enter__(self) -> Self:
@@ -85,7 +85,7 @@ class Simulation:
         with explored_by(explorer, world.kernel) as choices:
             found, result = attempt(self._body)
         explorer.over(not isinstance(found.stopped, StepBound))
-        facts = None if result is None else facts_of(self.scenario, self.job, result)
+        facts = None if result is None else self._facts(result)
         outcome = self._judge(found, facts).outcome()
         self.spent = self.scenario.connects or outcome.kind != "well"
         return Run(outcome, tuple(choices.made), choices.steps, list(world.events), facts)
@@ -99,7 +99,7 @@ class Simulation:
             found, result = attempt(job.update)
             events = list(world.events)
             if result is not None:
-                facts = facts_of(self.scenario, job, result)
+                facts = self._facts(result)
                 found = aftermath(job, result, facts)
                 if found.outcome().kind == "well" and not cannot_recover(job, result):
                     again, troubles = attempt(lambda: recovery(job, planted))
@@ -116,6 +116,16 @@ class Simulation:
             return self.job.update()
         connect = self.job.connect()
         return self.job.update() if not connect.errors else connect
+
+    def _facts(self, result: RunResult) -> Facts:
+        job, scenario = self.job, self.scenario
+        well = not result.errors and not result.died
+        return Facts(
+            layout=job.world.layout, engines=scenario.engines, names=self._names,
+            raised={rank: f"{type(error).__name__}: {error}" for rank, error in result.errors.items()},
+            died=tuple(result.died), endless=tuple(job.world.kernel.endless),
+            differences=tuple(job.differences()) if well else (),
+            publishes=not job.world.engines[0].options.plain_vime, export=scenario.export)
 
     def _judge(self, found: Findings, facts: Facts | None) -> Findings:
         world = self.job.world
@@ -139,17 +149,6 @@ def make_job(scenario: Scenario, faults: Faults) -> RecordingJob:
     return RecordingJob(table=table, engines=scenario.engine_options(), args=args, faults=faults, folder=folder,
                         make_exporter=EXPORTERS[scenario.export], max_steps=MAX_STEPS, tp=scenario.tp, pp=scenario.pp,
                         dp=scenario.dp, cp=scenario.cp, ep=scenario.ep, etp=scenario.etp)
-
-
-def facts_of(scenario: Scenario, job: RecordingJob, result: RunResult) -> Facts:
-    well = not result.errors and not result.died
-    return Facts(
-        layout=job.world.layout, engines=scenario.engines,
-        names=tuple(tuple(hf_metas([units])) for units in job.table),
-        raised={rank: f"{type(error).__name__}: {error}" for rank, error in result.errors.items()},
-        died=tuple(result.died), endless=tuple(job.world.kernel.endless),
-        differences=tuple(job.differences()) if well else (),
-        publishes=not job.world.engines[0].options.plain_vime, export=scenario.export)
 
 
 def update_events(events: Sequence[Event]) -> Sequence[Event]:
@@ -182,20 +181,19 @@ def explored_by(explorer: Explorer, kernel: Kernel) -> Iterator[Made]:
     """Let `explorer` choose in `kernel` inside the block."""
     made = Made([])
     choose, note, listens = explorer.choose, made.made.append, explorer.listens
-    now_s = kernel.now_s
+    now_s, steps = kernel.now_s, 0
 
     def schedule(runnable: Sequence[Task], previous: Task | None) -> Task:
-        nonlocal now_s
-        made.steps += 1
+        nonlocal now_s, steps
+        steps += 1
         if listens and kernel.now_s != now_s:
             now_s = kernel.now_s
             explorer.clock_advanced()
-        if len(runnable) == 1 and not listens:
-            return runnable[0]
+        if len(runnable) == 1:
+            return choose(runnable) if listens else runnable[0]
         candidates = in_turn(runnable, previous)
         chosen = choose(candidates)
-        if len(candidates) > 1:
-            note(candidates.index(chosen))
+        note(candidates.index(chosen))
         return chosen
 
     before = kernel.touch
@@ -206,17 +204,22 @@ def explored_by(explorer: Explorer, kernel: Kernel) -> Iterator[Made]:
         yield made
     finally:
         kernel.scheduler, kernel.preemptive, kernel.patient, kernel.touch = round_robin, False, False, before
+        made.steps = steps
 
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Without logging, and without a garbage collector that walks through torch after every few schedules."""
+    """Without logging, and without a garbage collector that walks through torch after every few schedules, or comes several
+    times in each."""
     gc.freeze()
+    thresholds, disabled = gc.get_threshold(), logging.root.manager.disable
+    gc.set_threshold(50_000)
     logging.disable(logging.CRITICAL)
     try:
         yield
     finally:
-        logging.disable(logging.NOTSET)
+        logging.disable(disabled)
+        gc.set_threshold(*thresholds)
         gc.unfreeze()
 
 

@@ -18,6 +18,7 @@ from staged_sync.plan import (
     Synchronize,
     Topology,
     TopologyError,
+    phases_of,
     plan_update,
     rank_offsets,
     takes_part,
@@ -41,6 +42,16 @@ def test_two_stages_take_turns_inside_one_session() -> None:
         Open(1), Barrier("stage 1 open", 1), Send(1, "dense"), Barrier("stage 1 dense", 1), Send(1, "expert"),
         Barrier("stage 1 expert", 1), Synchronize(1), Close(1), Barrier("stage 1 closed", 1, reports=True),
         Lead("finish"), Barrier("finished"), Lead("publish"), Barrier("published"), Lead("resume"), Barrier("resumed"))
+
+
+def test_a_plan_is_cut_where_a_phase_begins_and_every_stage_sends_in_a_phase_of_its_own() -> None:
+    phases = phases_of(plan_update(2, post_process=True))
+    assert [(phase.name, phase.stage, len(steps)) for phase, steps in phases] == [
+        ("pause", None, 3), ("start", None, 3), ("send", 0, 9), ("send", 1, 9), ("finish", None, 2), ("publish", None, 3),
+        ("resume", None, 2)]
+    assert tuple(step for _, steps in phases for step in steps) == plan_update(2, post_process=True)
+    assert phases[1][1] == [Lead("restore"), Lead("start"), Barrier("started")]
+    assert phases[5][1] == [Lead("post_process"), Lead("publish"), Barrier("published")]
 
 
 def test_an_empty_stage_opens_no_group_and_joins_every_barrier() -> None:

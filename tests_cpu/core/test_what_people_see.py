@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,10 +32,17 @@ class Bar:
         self.closed = True
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
 @pytest.fixture
 def bars(monkeypatch: pytest.MonkeyPatch) -> list[Bar]:
+    """On a terminal."""
     Bar.made = []
     monkeypatch.setattr(stage, "tqdm", Bar)
+    monkeypatch.setattr(stage, "sys", SimpleNamespace(stderr=Terminal()))
     return Bar.made
 
 
@@ -43,7 +52,15 @@ def test_one_bar_per_source_that_fills_up_and_goes_away(bars: list[Bar]) -> None
         job.update().check()
     assert [bar.options["desc"] for bar in bars] == ["[vime-pp_0] Update weights", "[vime-pp_1] Update weights"]
     assert all(bar.shown == bar.options["total"] > 0 and bar.closed for bar in bars)
-    assert all(bar.options["disable"] is None for bar in bars), "tqdm then shows nothing where stderr is no terminal"
+
+
+def test_there_is_no_bar_where_stderr_is_no_terminal(bars: list[Bar], monkeypatch: pytest.MonkeyPatch) -> None:
+    """tqdm would show nothing there, and yet start a thread that watches it."""
+    monkeypatch.setattr(stage, "sys", SimpleNamespace(stderr=io.StringIO()))
+    with RecordingJob(pp=2) as job:
+        job.connect().check()
+        job.update().check()
+    assert bars == []
 
 
 def test_a_bar_goes_away_after_a_failure_too(bars: list[Bar]) -> None:

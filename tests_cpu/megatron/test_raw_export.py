@@ -97,21 +97,21 @@ def check_export(at: World, folder: Path) -> None:
 
 
 @given(at=worlds(DENSE))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_stages_together_export_a_dense_checkpoint_bit_for_bit(at: World, tmp_path_factory: pytest.TempPathFactory) -> None:
     check_export(at, tmp_path_factory.getbasetemp() / "hf")
 
 
 @pytest.mark.parametrize("family", MIXTURES)
 @given(data=st.data())
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 def test_stages_together_export_a_mixture_of_experts_bit_for_bit(family: str, data: st.DataObject,
                                                                  tmp_path_factory: pytest.TempPathFactory) -> None:
     check_export(data.draw(worlds([family])), tmp_path_factory.getbasetemp() / "hf")
 
 
 @given(at=worlds(DENSE + MIXTURES))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_converting_to_hf_and_back_keeps_every_bit(at: World, tmp_path_factory: pytest.TempPathFactory) -> None:
     hf = checkpoint_tensors(at.config)
     whole = World(at.config, 1, [[range(at.config["num_hidden_layers"])]], names=at.names, container=at.container)

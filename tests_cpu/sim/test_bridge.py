@@ -5,6 +5,7 @@ Drawn worlds of bridge export are explored in test_drawn_worlds.py, the defects 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ from harness.sim.exports import Export
 from harness.sim.invariants import violations
 from harness.sim.schedulers.base import Explorer
 from harness.sim.schedulers.fair import Fair
+from harness.sim.schedulers.late import Late
 from harness.sim.schedulers.pct import Pct
 from harness.sim.schedulers.reduced import Reduced
 from harness.sim.schedulers.uniform import Uniform
@@ -23,7 +25,8 @@ from harness.sim.simulation import Run, Simulation
 from staged_sync.in_step import WRONG_CONTRACT
 from tests_cpu.sim.test_faults import fails_badly
 
-BOTH: tuple[Export, ...] = ("bridge", "stage-local")
+COLLECTIVE: tuple[Export, ...] = ("bridge", "prefetching")
+ALL: tuple[Export, ...] = (*COLLECTIVE, "stage-local")
 ENGINES = {"1 engine of 1": (1,), "2 engines of 1": (1, 1), "1 and 2 workers": (1, 2)}
 MORE = {
     "one stage": Scenario(stages=((2, 0),), engines=(1, 2)), "one bucket": Scenario(pp=2, bucket_bytes=1 << 20),
@@ -37,7 +40,7 @@ MORE = {
 
 @pytest.mark.parametrize("receiver", ["vllm", "stock vllm", "vime"])
 @pytest.mark.parametrize("engines", ENGINES)
-@pytest.mark.parametrize("export", BOTH)
+@pytest.mark.parametrize("export", ALL)
 def test_no_order_of_steps_deadlocks_or_breaks_a_rule(export: Export, engines: str, receiver: str) -> None:
     scenario = Scenario(pp=2, stages=((2, 0), (1, 0)), engines=ENGINES[engines], receiver=receiver,  # type: ignore[arg-type]
                         export=export)
@@ -45,16 +48,38 @@ def test_no_order_of_steps_deadlocks_or_breaks_a_rule(export: Export, engines: s
 
 
 @pytest.mark.parametrize("world", MORE)
-@pytest.mark.parametrize("export", BOTH)
+@pytest.mark.parametrize("export", ALL)
 def test_nor_in_other_layouts(export: Export, world: str) -> None:
     assert explore(replace(MORE[world], export=export), Reduced(), schedules=200).check().complete
 
 
 @pytest.mark.parametrize("make", [lambda: Uniform(11), lambda: Pct(11, 3)], ids=["random", "pct"])
-@pytest.mark.parametrize("export", BOTH)
+@pytest.mark.parametrize("export", ALL)
 def test_random_and_pct_schedules_end_well(export: Export, make: Callable[[], Explorer]) -> None:
     for scenario in (Scenario(pp=2, engines=(1, 2), export=export), Scenario(tp=2, pp=2, export=export)):
         assert explore(scenario, make(), schedules=50).check().outcomes == {"well": 50}
+
+
+# --- running ahead ----------------------------------------------------------------------------------------------------------
+
+AHEAD = {
+    "one item a bucket": Scenario(pp=2, stages=((2, 0), (2, 0))), "tp2": Scenario(tp=2, pp=2, stages=((1, 0), (2, 0))),
+    "two items a bucket": Scenario(pp=2, stages=((4, 0), (3, 0)), bucket_bytes=60), "one stage": Scenario(tp=2, stages=((4, 0),)),
+    "three stages": Scenario(pp=3, stages=((3, 0), (0, 0), (3, 0)), engines=(1, 2)),
+    "packed": Scenario(pp=2, stages=((3, 0), (2, 0)), packed=True),
+}
+
+
+@pytest.mark.parametrize("world", AHEAD)
+@pytest.mark.parametrize("export", COLLECTIVE)
+def test_nobody_runs_ahead_of_a_source_that_is_late_for_everything_unless_nobody_waits_for_it(export: Export, world: str) -> None:
+    """The reduced search says that there is no other order to look at than the one in which the source is late."""
+    scenario = replace(AHEAD[world], export=export)
+    assert explore(scenario, Reduced(), schedules=2).check().complete
+    explore(scenario, Late("rank0"), schedules=1).check()
+    found = explore(replace(scenario, mutant="nobody waits for the source"), Late("rank0"), schedules=1)
+    assert re.match(r"invariant: rule 11: rank \d takes item \d before the bucket that item \d closed is sent",
+                    next(iter(found.outcomes)))
 
 
 # --- rules, seen through the other contract ---------------------------------------------------------------------------------
@@ -121,6 +146,7 @@ FAULTS = {
     "stage-local, the first stage empty": (Scenario(pp=2, stages=((0, 0), (2, 0)), export="stage-local"), lambda n: Pct(n, 3)),
     "bridge, tp2": (Scenario(tp=2, pp=2, stages=((1, 0), (2, 0)), export="bridge"), lambda n: Pct(n, 3)),
     "stage-local, tp2": (Scenario(tp=2, pp=2, export="stage-local"), lambda n: Uniform(n)),
+    "prefetching": (Scenario(pp=2, stages=((2, 0), (2, 0)), export="prefetching"), lambda n: Uniform(n)),
 }
 
 

@@ -32,7 +32,7 @@ def test_every_schedule_of_drawn_worlds_ends_well(chunk: int, request: pytest.Fi
     run: Counter[str] = Counter()
 
     @seed(first_seed)
-    @settings(max_examples=PER_CHUNK // 10, deadline=None, database=None, phases=[Phase.generate, Phase.shrink],
+    @settings(max_examples=PER_CHUNK // 10, database=None, phases=[Phase.generate, Phase.shrink],
               suppress_health_check=list(HealthCheck))
     @given(scenarios())
     def explore_it(scenario: Scenario) -> None:

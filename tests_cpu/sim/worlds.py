@@ -8,7 +8,7 @@ from harness.sim import Scenario
 from harness.sim.exports import Export
 
 MAX_RANKS = 16
-EXPORTS: tuple[Export, ...] = ("raw", "raw", "raw", "bridge", "stage-local")
+EXPORTS: tuple[Export, ...] = ("raw", "raw", "raw", "raw", "bridge", "prefetching", "stage-local")
 
 
 @st.composite

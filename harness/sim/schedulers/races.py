@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -10,8 +11,11 @@ from harness.recording.access import Access, Relations
 
 Touches: TypeAlias = list[tuple[Hashable, Access]]
 
+Touched: TypeAlias = defaultdict[Hashable, dict[Access, dict[str, list[int]]]]
+"""How each thing has been touched so far, and by whom: access, task, numbers of its steps."""
 
-@dataclass
+
+@dataclass(slots=True)
 class Step:
     """What one task did in one go. `before_clock`: nobody could run after it, and time passed."""
 
@@ -54,12 +58,12 @@ class _Clocks:
 def races_of(steps: Sequence[Step], relations: Relations) -> list[Race]:
     """Pairs of steps of different tasks that race, with no third step that orders them."""
     clocks = _Clocks()
-    touched: dict[Hashable, list[tuple[int, str, Access]]] = {}
+    touched: Touched = defaultdict(dict)
     races: list[Race] = []
     for number, step in enumerate(steps):
         clock = clocks.begin(step.task)
         found = []
-        for earlier, race in _met(step, touched, relations):
+        for earlier, race in _met(step, clock, touched, relations):
             if clock.get(steps[earlier].task, -1) >= earlier:
                 continue  # ordered by something in between
             if race:
@@ -68,20 +72,24 @@ def races_of(steps: Sequence[Step], relations: Relations) -> list[Race]:
         clocks.end(number, step.task, clock, step.before_clock)
         races += [Race(first, step.task, tuple(_between(steps, first, clock))) for first in found]
         for thing, access in step.touches:
-            touched.setdefault(thing, []).append((number, step.task, access))
+            touched[thing].setdefault(access, {}).setdefault(step.task, []).append(number)
     return races
 
 
-def _met(step: Step, touched: dict[Hashable, list[tuple[int, str, Access]]],
-         relations: Relations) -> list[tuple[int, bool]]:
-    """Earlier steps of others that this one does not commute with, latest first, and whether they race."""
+def _met(step: Step, clock: dict[str, int], touched: Touched, relations: Relations) -> list[tuple[int, bool]]:
+    """Earlier steps of others that this one does not commute with and is not known to come after, latest first, and whether
+    they race."""
     met: dict[int, bool] = {}
     for thing, access in step.touches:
-        for number, task, before in touched.get(thing, ()):
-            relation = relations[before, access]
-            if task != step.task and relation != "commutes":
-                met[number] = met.get(number, False) or relation == "races"
-    return sorted(met.items(), reverse=True)
+        for before, by_task in touched[thing].items():
+            if (relation := relations[before, access]) == "commutes":
+                continue
+            for task, numbers in by_task.items():
+                if task == step.task or clock.get(task, -1) >= numbers[-1]:
+                    continue
+                for number in numbers:
+                    met[number] = met.get(number, False) or relation == "races"
+    return sorted(met.items(), reverse=True) if met else []
 
 
 def _between(steps: Sequence[Step], first: int, clock: dict[str, int]) -> Iterator[str]:

@@ -14,7 +14,7 @@ from harness.recording.kernel import Task
 from harness.sim.schedulers.races import Step, Touches, races_of
 
 
-@dataclass
+@dataclass(slots=True)
 class Node:
     """A point of the current path: who could run, who did, who is still to be tried, and who need not be (`asleep`)."""
 
@@ -43,6 +43,8 @@ class Reduced:
         """Schedules that turned out, half way, to be equal to earlier ones."""
         self._path: list[Node] = []
         self._steps: list[Step] = []
+        self._touches: Touches = []
+        """Of the step that runs."""
         self._begun = self._cut = self._off_path = False
 
     # --- one schedule after the other -------------------------------------------------------------------------------
@@ -50,7 +52,7 @@ class Reduced:
         if self._begun and not self._backtrack():
             self.complete = not self._cut
             return False
-        self._begun, self._off_path, self._steps = True, False, []
+        self._begun, self._off_path, self._steps, self._touches = True, False, [], []
         return True
 
     def choose(self, candidates: Sequence[Task]) -> Task:
@@ -61,15 +63,15 @@ class Reduced:
             name = self._path[at].chosen
         else:
             name = self._new_node(candidates)
-        self._steps.append(Step(name, []))
-        task = next((task for task in candidates if task.name == name), None)
-        if task is None:
-            raise AssertionError(f"not deterministic: step {at} was {name}'s, now only {[t.name for t in candidates]} can run")
-        return task
+        self._touches = []
+        self._steps.append(Step(name, self._touches))
+        for task in candidates:
+            if task.name == name:
+                return task
+        raise AssertionError(f"not deterministic: step {at} was {name}'s, now only {[t.name for t in candidates]} can run")
 
     def touch(self, thing: Hashable, access: Access) -> None:
-        if self._steps:
-            self._steps[-1].touches.append((thing, access))
+        self._touches.append((thing, access))
 
     def clock_advanced(self) -> None:
         if self._steps:
@@ -101,9 +103,9 @@ class Reduced:
         return False
 
     def _new_node(self, candidates: Sequence[Task]) -> str:
-        enabled = tuple(task.name for task in candidates)
+        enabled = tuple([task.name for task in candidates])
         asleep = self._asleep()
-        awake = [name for name in enabled if name not in asleep]
+        awake = [name for name in enabled if name not in asleep] if asleep else enabled
         if not awake:
             self._off_path = True
             return enabled[0]
@@ -117,6 +119,8 @@ class Reduced:
         if not self._path:
             return {}
         node, step = self._path[-1], self._steps[-1]
+        if not node.asleep and not node.tried:
+            return {}
         before = {**node.asleep, **node.tried}
         return {name: touches for name, touches in before.items()
                 if name != node.chosen and commute(touches, step.touches, self._relations)}

@@ -14,6 +14,7 @@ from harness.recording.world import RankContext, RecordingWorld
 from staged_sync.errors import GatherError
 
 TABLE = small_table(1, dense=1, expert=1)
+METAS = hf_metas(TABLE)
 
 
 def export(context: RankContext) -> dict[str, torch.Tensor]:
@@ -30,7 +31,7 @@ def test_every_rank_that_joins_gets_the_full_tensors(layout: dict[str, int]) -> 
     with RecordingWorld(**layout) as world:
         result = world.run(export).check()
     for exported in result.results.values():
-        assert differences(exported, TABLE, step=1) == []
+        assert differences(exported, METAS, step=1) == []
 
 
 def test_a_member_that_skips_is_a_hang_and_one_that_swaps_units_spoils_the_gather() -> None:
@@ -43,13 +44,13 @@ def test_a_member_that_skips_is_a_hang_and_one_that_swaps_units_spoils_the_gathe
 
 
 def test_one_wrong_bit_one_wrong_step_and_one_missing_tensor_are_seen() -> None:
-    held = {name: values(meta, 1) for name, meta in hf_metas(TABLE).items()}
-    assert differences(held, TABLE, step=1) == []
-    assert differences(held, TABLE, step=2) == ["hf.s0.dense0: other bytes than step 2", "hf.s0.expert0: other bytes than step 2"]
+    held = {name: values(meta, 1) for name, meta in METAS.items()}
+    assert differences(held, METAS, step=1) == []
+    assert differences(held, METAS, step=2) == ["hf.s0.dense0: other bytes than step 2", "hf.s0.expert0: other bytes than step 2"]
     held["hf.s0.dense0"].view(torch.uint8).view(-1)[7] ^= 1
-    assert differences(held, TABLE, step=1) == ["hf.s0.dense0: other bytes than step 1"]
+    assert differences(held, METAS, step=1) == ["hf.s0.dense0: other bytes than step 1"]
     del held["hf.s0.dense0"]
-    assert differences(held, TABLE, step=1) == ["hf.s0.dense0: never received"]
+    assert differences(held, METAS, step=1) == ["hf.s0.dense0: never received"]
 
 
 @pytest.mark.parametrize("touch", ["units", "gather", "convert", "describe"])

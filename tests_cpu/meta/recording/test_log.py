@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.recording.log import EventLog, actor_calls, assert_story, calls
+from harness.recording.log import actor_calls, assert_story, calls
 from staged_sync.trace import Event, Trace
 
 
@@ -51,7 +51,7 @@ def test_a_malformed_story_is_refused(malformed: object) -> None:
 
 
 def test_calls_leave_out_done_and_phases_and_other_ranks() -> None:
-    log = EventLog()
+    log: list[Event] = []
     trace = Trace(1, lambda: 0.0, events=log)
     with trace.at(phase="send", stage=0, bucket=2, group="vime-pp_0"):
         trace.record("phase", detail="send")

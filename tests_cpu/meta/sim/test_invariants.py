@@ -19,6 +19,7 @@ Story = list[Event]
 STAGED = Scenario(tp=2, dp=2, pp=2, engines=(1, 2), stages=((2, 1), (1, 0)))
 SINGLE = Scenario(stages=((2, 1),))
 BRIDGE = Scenario(tp=2, pp=2, engines=(1, 2), export="bridge")
+PREFETCHING = Scenario(pp=2, stages=((2, 0), (2, 0)), export="prefetching")
 STAGE_LOCAL = Scenario(tp=2, pp=2, engines=(1, 2), export="stage-local")
 
 
@@ -132,6 +133,11 @@ BRIDGED: list[tuple[Scenario, int, str, Callable[[Story], Story]]] = [
     (BRIDGE, 7, "a group is opened", inserted("send vime-pp_0", "send vime-pp_0", event="open")),
     (BRIDGE, 7, "one barrier more on every rank", lambda events: [
         copy for e in events for copy in [e] * (2 if e.text() == "barrier paused" else 1)]),
+    (PREFETCHING, 11, "a rank of another stage runs ahead", moved(
+        "gather export stage=0 item 2", "send.done vime-pp_0 stage=0 bucket=0", actor="rank1")),
+    (PREFETCHING, 11, "it runs ahead of the last bucket but one", moved(
+        "gather export stage=0 item 4", "send.done vime-pp_0 stage=0 bucket=2", actor="rank1")),
+    (PREFETCHING, 11, "a bucket is never sent to its end", without("send.done vime-pp_0 stage=0 bucket=1")),
     (BRIDGE, 14, "another stage's source has a group name", inserted(
         "send", "barrier resumed", event="state", rank=2, actor="rank2", detail="group_name=vime-pp_0")),
     (BRIDGE, 14, "the source keeps another name", inserted(
@@ -150,6 +156,14 @@ def test_a_rule_of_bridge_export_broken_by_hand_is_reported(scenario: Scenario, 
     events, facts = story(scenario)
     assert rules_broken(events, facts) == set()
     assert rule in rules_broken(edit(events), facts)
+
+
+def test_the_item_that_closes_a_bucket_may_be_taken_before_it_is_sent_and_a_bucket_that_is_not_sent_closes_nothing() -> None:
+    events, facts = story(PREFETCHING)
+    closing = moved("gather export stage=0 item 1", "send vime-pp_0 stage=0 bucket=0", actor="rank1")(events)
+    assert rules_broken(closing, facts) == set()
+    failed = replace(facts, raised=dict.fromkeys(range(2), "UpdateFailed: x"))
+    assert rules_broken(without("send vime-pp_0 stage=0 bucket=3")(events), failed) == set()
 
 
 def test_rank_0_may_keep_the_name_of_the_group_that_a_collective_export_keeps() -> None:
