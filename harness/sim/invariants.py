@@ -267,7 +267,7 @@ def fail_stop(trace: Trace) -> Iterator[Violation]:
 def no_endless_wait(trace: Trace) -> Iterator[Violation]:
     for text in trace.facts.endless:
         yield Violation(11, -1, text)
-    if trace.facts.all_iterate:
+    if trace.facts.all_iterate and trace.facts.sends_are_named:  # else nobody knows which items a bucket has
         yield from _no_running_ahead(trace)
 
 
