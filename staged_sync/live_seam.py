@@ -30,7 +30,9 @@ from staged_sync.vllm import rendezvous, transport
 logger = logging.getLogger(__name__)
 
 POLL_FIRST_S, POLL_LAST_S = 50e-6, 5e-3
-"""Polling starts eager (a gloo broadcast of a small bucket takes 100 µs) and backs off (an engine may load for seconds)."""
+POLL_SHARE = 1 / 16
+"""Polling starts eager and backs off by the time that was waited, so that an end is noticed late by at most a sixteenth of it:
+a bucket takes 100 µs (a small one, gloo), 10 ms (512 MiB, NCCL) or seconds (an engine that loads)."""
 
 VERDICT_S = 2.0
 """How long ranks wait for the lead to say who was absent, after a status barrier has failed on all of them."""
@@ -92,13 +94,12 @@ class LiveSeam:
         time.sleep(seconds)
 
     def wait_any(self, works: Sequence[Work[Any]], *, timeout_s: float) -> bool:
-        end, pause = self.now() + rendezvous.check_timeout(timeout_s), POLL_FIRST_S
+        began, limit = self.now(), rendezvous.check_timeout(timeout_s)
         while not any(work.poll() for work in works):
-            left = end - self.now()
-            if left <= 0:
+            waited = self.now() - began
+            if waited >= limit:
                 return False
-            time.sleep(min(pause, left))
-            pause = min(2 * pause, POLL_LAST_S)
+            time.sleep(min(max(waited * POLL_SHARE, POLL_FIRST_S), POLL_LAST_S, limit - waited))
         return True
 
     # --- the trainer's own groups -----------------------------------------------------------------------------------------
