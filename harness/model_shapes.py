@@ -148,15 +148,16 @@ def _layer(config: Mapping[str, Any], layer: int) -> Shapes:
 
 def _attention(config: Mapping[str, Any]) -> Shapes:
     hidden, family = config["hidden_size"], config["model_type"]
-    queries = config["num_attention_heads"] * HEAD_DIM
-    keys = config["num_key_value_heads"] * HEAD_DIM
+    head_dim = config.get("head_dim", HEAD_DIM)
+    queries = config["num_attention_heads"] * head_dim
+    keys = config["num_key_value_heads"] * head_dim
     shapes: Shapes = {}
     for part, rows in (("q", queries), ("k", keys), ("v", keys)):
         shapes[f"self_attn.{part}_proj.weight"] = (rows, hidden)
         if family in QKV_BIAS:
             shapes[f"self_attn.{part}_proj.bias"] = (rows,)
     if family in QK_NORM:
-        shapes |= {"self_attn.q_norm.weight": (HEAD_DIM,), "self_attn.k_norm.weight": (HEAD_DIM,)}
+        shapes |= {"self_attn.q_norm.weight": (head_dim,), "self_attn.k_norm.weight": (head_dim,)}
     shapes["self_attn.o_proj.weight"] = (hidden, queries)
     return shapes
 

@@ -57,14 +57,19 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
-def pack(tensors: Sequence[torch.Tensor], buffer_size_bytes: int) -> Iterator[torch.Tensor]:
-    """The chunks of a bucket, one after the other: fresh 1-d uint8 tensors that hold copies.
+def pack(tensors: Sequence[torch.Tensor], buffer_size_bytes: int, memory: torch.Tensor | None = None) -> Iterator[torch.Tensor]:
+    """The chunks of a bucket, one after the other: 1-d uint8 tensors that hold copies. They are fresh ones, or lie one behind
+    the other in `memory` (1-d uint8, at least as long as the bucket's bytes).
 
     Lazy, so that a sender need not hold all copies at once. Raises ValueError where a tensor is not contiguous.
     """
     pieces = [as_bytes(tensor) for tensor in tensors]
+    offset = 0
     for chunk in plan_chunks([piece.numel() for piece in pieces], buffer_size_bytes):
-        yield torch.cat([pieces[index] for index in chunk])
+        parts = [pieces[index] for index in chunk]
+        end = offset + sum(part.numel() for part in parts)
+        yield torch.cat(parts) if memory is None else torch.cat(parts, out=memory[offset:end])
+        offset = end
 
 
 def unpack(chunk: torch.Tensor, specs: Sequence[Spec]) -> list[torch.Tensor]:

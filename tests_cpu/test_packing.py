@@ -39,7 +39,10 @@ def tensors(draw: st.DrawFn) -> list[torch.Tensor]:
 @given(tensors(), st.integers(1, 40))
 @settings(max_examples=300)
 def test_packing_and_unpacking_keep_every_bit(bucket: list[torch.Tensor], buffer_size_bytes: int) -> None:
+    total = sum(tensor.nbytes for tensor in bucket)
+    in_place = list(pack(bucket, buffer_size_bytes, torch.full((total + 3,), 0xFF, dtype=torch.uint8)))
     chunks = list(pack(bucket, buffer_size_bytes))
+    assert [bytes_of(chunk) for chunk in in_place] == [bytes_of(chunk) for chunk in chunks]
     assert b"".join(bytes_of(chunk) for chunk in chunks) == b"".join(bytes_of(tensor) for tensor in bucket)
     plan = plan_chunks([tensor.nbytes for tensor in bucket], buffer_size_bytes)
     for chunk, indices in zip(chunks, plan, strict=True):

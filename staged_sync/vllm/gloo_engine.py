@@ -8,7 +8,7 @@ CUDA: the communicator, and the receive loop with its streams. The session's lif
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
@@ -18,12 +18,8 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngin
 
 from staged_sync.errors import TransportError
 from staged_sync.exporter import NamedTensor, TensorMeta
-from staged_sync.packing import plan_chunks, unpack
 from staged_sync.vllm import api, cpu_repairs, reload
 from staged_sync.vllm.gloo_group import GlooReceiver, Terms
-
-POISON = 0xFF
-"""Receive buffers are filled with this byte: NaN in every floating dtype, so that bytes that never came show up."""
 
 
 @dataclass(kw_only=True)
@@ -65,8 +61,6 @@ class GlooWeightTransferEngine(NCCLWeightTransferEngine):
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
         """Join the source's group. Raises TransportError, bounded by `init_info.timeout_s`; no group is held then."""
         self._drop_group()
-        self.packed = init_info.packed
-        self.packed_buffer_size_bytes = init_info.packed_buffer_size_bytes
         assert init_info.master_address is not None and init_info.master_port is not None  # NCCLWeightTransferInitInfo checks
         self.model_update_group = GlooReceiver.join(
             init_info.master_address, init_info.master_port, self._group_rank(init_info.rank_offset), init_info.terms(),
@@ -85,7 +79,7 @@ class GlooWeightTransferEngine(NCCLWeightTransferEngine):
         from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 
         with disable_mtp_completeness_check():
-            for tensors in self._receive(self.model_update_group, _metas(update_info)):
+            for tensors in self.model_update_group.receive(_metas(update_info)):
                 for hook in self.on_receive:
                     hook(self, self.model_update_group, tensors)
                 self.model.load_weights(tensors)
@@ -93,22 +87,6 @@ class GlooWeightTransferEngine(NCCLWeightTransferEngine):
     def finish_weight_update(self) -> None:
         super().finish_weight_update()
         cpu_repairs.repair(self.model)
-
-    def _receive(self, group: GlooReceiver, metas: Sequence[TensorMeta]) -> Iterator[list[NamedTensor]]:
-        """What one broadcast brings, by broadcast: a chunk when packed, else one tensor.
-
-        Every buffer is a fresh one: vLLM keeps references to what it loads until the layer is complete.
-        """
-        if self.packed:
-            chunks = plan_chunks([meta.nbytes for meta in metas], self.packed_buffer_size_bytes)
-        else:
-            chunks = [range(i, i + 1) for i in range(len(metas))]
-        for chunk in chunks:
-            announced = [metas[i] for i in chunk]
-            buffer = torch.full((sum(meta.nbytes for meta in announced),), POISON, dtype=torch.uint8)
-            group.broadcast(buffer, src=0)
-            tensors = unpack(buffer, [(meta.dtype, meta.shape) for meta in announced])
-            yield [(meta.name, tensor) for meta, tensor in zip(announced, tensors, strict=True)]
 
     def _drop_group(self) -> None:
         if self.model_update_group is not None:

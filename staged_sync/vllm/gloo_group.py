@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -19,7 +20,8 @@ import torch
 import torch.distributed as dist
 
 from staged_sync.errors import TransportError
-from staged_sync.packing import as_bytes
+from staged_sync.exporter import NamedTensor, TensorMeta
+from staged_sync.packing import as_bytes, plan_chunks, unpack
 from staged_sync.vllm.rendezvous import bare_host, check_timeout, endpoint, is_own_address, reach
 from staged_sync.vllm.sockets import Endpoint, listening_endpoints
 
@@ -27,6 +29,9 @@ TERMS_KEY = "terms"
 IDLE_TIMEOUT_S = 1800.0
 """Upper bound of one gloo operation, pytorch's own default. The real bounds are the caller's deadlines: closing either end
 ends the other's operation at once."""
+
+POISON = 0xFF
+"""Receive buffers are filled with this byte: NaN in every floating dtype, so that bytes that never came show up."""
 
 
 def joined_key(rank: int) -> str:
@@ -145,6 +150,23 @@ class GlooReceiver:
         except RuntimeError as error:
             raise TransportError(f"rank {self.rank} of transfer group {self.terms.name!r} received nothing from the source: "
                                  f"{error}") from error
+
+    def receive(self, metas: Sequence[TensorMeta]) -> Iterator[list[NamedTensor]]:
+        """Receive the next bucket, announced as `metas`: what one broadcast brings, by broadcast, a chunk when packed, else one
+        tensor. Raises like `broadcast`.
+
+        Every buffer is a fresh one: vLLM keeps references to what it loads until the layer is complete.
+        """
+        if self.terms.packed:
+            chunks = plan_chunks([meta.nbytes for meta in metas], self.terms.packed_buffer_size_bytes)
+        else:
+            chunks = [range(i, i + 1) for i in range(len(metas))]
+        for chunk in chunks:
+            announced = [metas[i] for i in chunk]
+            buffer = torch.full((sum(meta.nbytes for meta in announced),), POISON, dtype=torch.uint8)
+            self.broadcast(buffer)
+            tensors = unpack(buffer, [(meta.dtype, meta.shape) for meta in announced])
+            yield [(meta.name, tensor) for meta, tensor in zip(announced, tensors, strict=True)]
 
     def destroy(self) -> None:
         """Leave the group: connections, threads and file descriptors go. Idempotent."""

@@ -38,7 +38,7 @@ CONNECT_S = 10.0
 """Once every worker has joined, connecting them takes milliseconds; a worker that dies in between may cost this much."""
 
 
-def _never_destroy(thing: Any) -> None:
+def never_destroy(thing: Any) -> None:
     """Leak `thing`. The destructor of a gloo group that holds a pending operation blocks its thread, with the interpreter
     locked, until the operation's own timeout; also when the interpreter exits."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
@@ -223,6 +223,7 @@ class GlooTransferGroup:
         self._accepts_at = accepts_at
         self._peers = peers
         self._sends: list[GlooSend] = []
+        self._memory = torch.empty(0, dtype=torch.uint8)
 
     def send(self, tensors: Sequence[torch.Tensor]) -> GlooSend:
         """Start broadcasting one bucket from rank 0: tensor by tensor, or packed into chunks, as the terms say.
@@ -234,7 +235,8 @@ class GlooTransferGroup:
         self._forget_ended_sends()
         _check_sendable(self.terms.name, tensors)
         if self.terms.packed:
-            buffers = list(pack(tensors, self.terms.packed_buffer_size_bytes))
+            memory = self._memory_for(sum(tensor.nbytes for tensor in tensors))
+            buffers = list(pack(tensors, self.terms.packed_buffer_size_bytes, memory))
         else:
             buffers = [as_bytes(tensor) for tensor in tensors]
         works = [start_broadcast(self._group, buffer, IDLE_TIMEOUT_S) for buffer in buffers]
@@ -246,6 +248,7 @@ class GlooTransferGroup:
         """Ends when everything sent so far has been handed to the network. Raises like `send` where the group is closed."""
         if self._group is None:
             raise TransportError(f"transfer group {self.terms.name!r} is closed")
+        self._memory = torch.empty(0, dtype=torch.uint8)  # a persistent group must not hold a bucket's worth between updates
         return _AllSent(self._sends)
 
     def close(self, *, timeout_s: float) -> None:
@@ -263,11 +266,18 @@ class GlooTransferGroup:
         if not all(send.drain(0.0) for send in sends):
             self._break_off()
             if [send for send in sends if not send.drain(max(deadline_s - time.monotonic(), 0.0))]:
-                _never_destroy((group, store, sends))
+                never_destroy((group, store, sends))
                 raise DeadlineExceeded(
                     f"transfer group {self.terms.name!r} did not end within {timeout_s:.1f} s of closing: gloo still holds a "
                     f"broadcast, and lets go of it after {IDLE_TIMEOUT_S:.0f} s at the latest. Restart this process if engines "
                     f"stay connected to it")
+
+    def _memory_for(self, nbytes: int) -> torch.Tensor:
+        """Where a packed bucket is laid out; the same memory from bucket to bucket, since having the system find and clear it
+        takes longer than the copy. A send under way keeps what it reads from."""
+        if self._sends or self._memory.numel() < nbytes:
+            self._memory = torch.empty(nbytes, dtype=torch.uint8)
+        return self._memory
 
     def _forget_ended_sends(self) -> None:
         """Raises where one has failed: the group is broken then."""

@@ -181,6 +181,22 @@ def test_packed_chunks_go_over_the_wire(group_of: Open) -> None:
         wait(send)
 
 
+def test_a_packed_bucket_is_not_laid_over_one_that_is_still_being_sent(group_of: Open) -> None:
+    with group_of(2, Wire("gloo", packed=True, packed_buffer_size_bytes=100)) as (group, (receiver,)):
+        sends = [group.send([torch.full((2,), value, dtype=torch.uint8), torch.tensor([9], dtype=torch.uint8)])
+                 for value in (1, 2)]
+        for value in (1, 2):
+            receiver.expect(3)
+            assert receiver.answer()["bytes"] == [value, value, 9]
+        for send in sends:
+            wait(send)
+        for value in (3, 4):  # now one at a time, so that they share memory; a shorter one after a longer one
+            send = group.send([torch.full((7 - value,), value, dtype=torch.uint8)])
+            receiver.expect(7 - value)
+            assert receiver.answer()["bytes"] == [value] * (7 - value)
+            wait(send)
+
+
 def test_closing_in_the_middle_of_a_send_fails_the_blocked_receiver_at_once(group_of: Open) -> None:
     """One receiver takes nothing, so the send cannot end; the other has its bytes, waits for more, and must not wait on."""
     with group_of(3) as (group, (waiting, deaf)):
