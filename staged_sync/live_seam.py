@@ -1,12 +1,10 @@
 """The real world: torch.distributed and Megatron for the trainer, Ray or any `.remote()` handle for engines, gloo or NCCL wires.
 
-Trainer ranks meet on a gloo group of their own (`ProcessGroupGloo` on a prefix of the default store, by generation): it is
-not in torch's registry, is never split from the default group, and can be replaced after a failure.
+Trainer ranks meet on a gloo group of their own (live_control.py) on a prefix of the default store.
 """
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import functools
 import itertools
@@ -21,9 +19,9 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import AllgatherOptions
 
-from staged_sync.errors import GatherError, RanksAbsent
+from staged_sync.errors import GatherError
+from staged_sync.live_control import VERDICT_S, GlooControlGroup, broken_key, store_is_gone
 from staged_sync.seam import Coordinates, GatherGroup, TransferGroup, Wire, Work
 from staged_sync.vllm import rendezvous, transport
 
@@ -34,21 +32,8 @@ POLL_SHARE = 1 / 16
 """Polling starts eager and backs off by the time that was waited, so that an end is noticed late by at most a sixteenth of it:
 a bucket takes 100 µs (a small one, gloo), 10 ms (512 MiB, NCCL) or seconds (an engine that loads)."""
 
-VERDICT_S = 2.0
-"""How long ranks wait for the lead to say who was absent, after a status barrier has failed on all of them."""
-
-INLINE_BYTES = 4096
-"""What of a status everybody gets at once; enough for any failure and any rank's introduction."""
-
-LOOK_S = 1.0
-"""How often a rank that waits in a status barrier asks the store whether the barrier is lost."""
-
 _KEY = "staged-sync/control"
 _SEAMS = itertools.count()
-
-
-def _broken(generation: int) -> str:
-    return f"broken/{generation}"
 
 
 class LiveSeam:
@@ -118,21 +103,21 @@ class LiveSeam:
                               f"{dist.get_process_group_ranks(members)}) failed on rank {self._rank}: {error}") from error
         return shards
 
-    def open_control_group(self, generation: int, *, timeout_s: float) -> _GlooControlGroup:
-        return _GlooControlGroup(self._store, generation, self._rank, self._world_size, timeout_s)
+    def open_control_group(self, generation: int, *, timeout_s: float) -> GlooControlGroup:
+        return GlooControlGroup(self._store, generation, self._rank, self._world_size, timeout_s)
 
     def broken_control_generation(self) -> int:
         generation = -1
         try:
-            while self._store.check([_broken(generation + 1)]):
+            while self._store.check([broken_key(generation + 1)]):
                 generation += 1
         except dist.DistError as error:
-            raise _store_is_gone(error) from error
+            raise store_is_gone(error) from error
         return generation
 
     def report_broken_control(self, generation: int, reason: str) -> str:
         """The lead's reason counts, since it names the absent; without the lead, that of whoever writes first."""
-        key = _broken(generation)
+        key = broken_key(generation)
         if self._rank != 0:
             try:
                 self._store.wait([key], timedelta(seconds=VERDICT_S))
@@ -141,7 +126,7 @@ class LiveSeam:
         try:
             return self._store.compare_set(key, "", reason).decode()
         except dist.DistError as error:
-            return f"{reason} (told to nobody: {_store_is_gone(error)})"
+            return f"{reason} (told to nobody: {store_is_gone(error)})"
 
     # --- engines ----------------------------------------------------------------------------------------------------------
 
@@ -234,114 +219,3 @@ def _ray_node_address() -> str | None:
     if ray is None or not ray.is_initialized():
         return None
     return str(ray.util.get_node_ip_address())
-
-
-# --- the control group --------------------------------------------------------------------------------------------------
-
-class _GlooControlGroup:
-    """One generation of the control group: `ProcessGroupGloo` over all trainer ranks."""
-
-    def __init__(self, store: dist.Store, generation: int, rank: int, world_size: int, timeout_s: float) -> None:
-        self._all_generations, self._generation = store, generation
-        self._store = dist.PrefixStore(f"generation-{generation}", store)
-        self._rank, self._world_size = rank, world_size
-        self._exchanges = 0
-        timeout = timedelta(seconds=rendezvous.check_timeout(timeout_s))
-        try:
-            self._group = dist.ProcessGroupGloo(self._store, rank, world_size, timeout)
-        except (RuntimeError, dist.DistError) as error:
-            raise self._absent(timeout_s, error) from error
-
-    def exchange(self, payload: bytes, *, timeout_s: float) -> list[bytes]:
-        """One all-reduce of the longest length (log n steps); the payloads follow only where there are any."""
-        timeout = timedelta(seconds=rendezvous.check_timeout(timeout_s))
-        self._exchanges += 1
-        try:
-            longest = torch.tensor([len(payload)])
-            reduce = dist.AllreduceOptions()
-            reduce.reduceOp, reduce.timeout = dist.ReduceOp.MAX, timeout
-            self._wait(self._group.allreduce([longest], reduce))
-            if longest.item() == 0:
-                return [b""] * self._world_size
-            return self._all_payloads(payload, int(longest.item()), timeout)
-        except RuntimeError as error:
-            raise self._absent(timeout_s, error) from error
-
-    def close(self) -> None:
-        del self._group
-
-    def _wait(self, work: Any) -> None:
-        """Wait for gloo, whose own time-out ends the work, and now and then look whether a rank has said it will not come."""
-        pause, look_s = POLL_FIRST_S, time.monotonic() + LOOK_S
-        while not work.is_completed():
-            time.sleep(pause)
-            pause = min(2 * pause, POLL_LAST_S)
-            if time.monotonic() > look_s:
-                look_s += LOOK_S
-                if self._all_generations.check([_broken(self._generation)]):
-                    raise RuntimeError("another rank reported this control group broken")
-        work.wait()  # raises what gloo met
-
-    def _all_payloads(self, payload: bytes, longest: int, timeout: timedelta) -> list[bytes]:
-        """The beginnings of all payloads at once; the rest of long ones from their own ranks, one after the other.
-
-        At connect a few sources list thousands of tensors: gathering everything at the longest payload's size would cost that
-        size times the number of ranks, on every rank.
-        """
-        inline = min(longest, INLINE_BYTES)
-        beginning = _tensor(len(payload).to_bytes(8, "little") + payload[:inline].ljust(inline, b"\0"))
-        everybody = [torch.empty_like(beginning) for _ in range(self._world_size)]
-        gather = AllgatherOptions()
-        gather.timeout = timeout
-        self._wait(self._group.allgather([everybody], [beginning], gather))
-        payloads = []
-        for rank, framed in enumerate(map(_bytes, everybody)):
-            length = int.from_bytes(framed[:8], "little")
-            rest = b"" if length <= inline else self._broadcast(payload[inline:], length - inline, rank, timeout)
-            payloads.append(framed[8:8 + min(length, inline)] + rest)
-        return payloads
-
-    def _broadcast(self, mine: bytes, length: int, source: int, timeout: timedelta) -> bytes:
-        tensor = _tensor(mine) if source == self._rank else torch.empty(length, dtype=torch.uint8)
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor, options.timeout = source, 0, timeout
-        self._wait(self._group.broadcast([tensor], options))
-        return _bytes(tensor)
-
-    def _absent(self, timeout_s: float, error: Exception) -> RanksAbsent:
-        """Find out who is missing: every rank that is still there signs for the exchange that failed."""
-        try:
-            missing = self._missing()
-        except dist.DistError as gone:
-            return _store_is_gone(gone)
-        who = f"trainer ranks {missing} did not come" if missing else "all ranks are there, but the group broke"
-        return RanksAbsent(f"{who} (waited at most {timeout_s:g} s; gloo says: {_first_line(error)}). Look for an error or a "
-                           f"stack of these ranks", tuple(missing))
-
-
-    def _missing(self) -> list[int]:
-        sign = f"failed/{self._exchanges}"
-        self._store.set(f"{sign}/{self._rank}", "here")
-        missing = [r for r in range(self._world_size) if r != self._rank]
-        end = time.monotonic() + VERDICT_S / 2
-        while missing and time.monotonic() < end:
-            missing = [r for r in missing if not self._store.check([f"{sign}/{r}"])]
-            time.sleep(POLL_LAST_S)
-        return missing
-
-
-def _store_is_gone(error: Exception) -> RanksAbsent:
-    return RanksAbsent(f"the store that all trainer ranks meet at does not answer ({_first_line(error)}). Without torchrun the "
-                       f"first rank hosts it: look for an error or a stack of rank 0", None)
-
-
-def _tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    return ctypes.string_at(tensor.data_ptr(), tensor.numel())  # without numpy, which torch may come without
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0][:200] if str(error) else type(error).__name__

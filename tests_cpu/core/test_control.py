@@ -6,15 +6,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from staged_sync import live_seam
+from staged_sync import live_control, live_seam
 from staged_sync.control import Control, Status
 from staged_sync.errors import Failure, RanksAbsent
+from staged_sync.live_control import Seat, seats
 from staged_sync.live_seam import LiveSeam
 from staged_sync.trace import Trace
 
@@ -27,13 +29,26 @@ class ControlSeam(LiveSeam):
         self._store = dist.PrefixStore("control-test", store)
 
 
+@pytest.fixture(autouse=True)
+def _sooner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter of what ranks give each other in earnest: threads of one process hear of each other at once."""
+    monkeypatch.setattr(live_control, "LOOK_S", 0.05)
+    for module in (live_control, live_seam):
+        monkeypatch.setattr(module, "VERDICT_S", 0.5)
+
+
 World = Callable[[Callable[[Control, int], Any]], list[Any]]
 
 
 @pytest.fixture
 def world() -> Iterator[World]:
-    """Runs a function on three ranks, each in its own thread with its own store client; returns results or exceptions."""
-    size = 3
+    with world_of(3) as run:
+        yield run
+
+
+@contextmanager
+def world_of(size: int) -> Iterator[World]:
+    """Runs a function on so many ranks, each in its own thread with its own store client; returns results or exceptions."""
     server = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
     clients = [dist.TCPStore("127.0.0.1", server.port, None, is_master=False, timeout=timedelta(seconds=20))
                for _ in range(size)]
@@ -76,6 +91,54 @@ def test_long_and_short_payloads_arrive_whole(world: World, sizes: tuple[int, ..
     assert results == [[Status(data=one) for one in data]] * 3
 
 
+def test_where_ranks_sit() -> None:
+    assert seats(0, 1, 32) == [Seat(0, 0, 1)]
+    assert seats(31, 32, 32) == [Seat(0, 31, 32)]
+    assert seats(0, 33, 32) == [Seat(0, 0, 32), Seat(0, 0, 2)]
+    assert seats(32, 33, 32) == [Seat(1, 0, 1), Seat(0, 1, 2)]
+    assert seats(1023, 1024, 32) == [Seat(31, 31, 32)]
+    assert seats(992, 1024, 32) == [Seat(31, 0, 32), Seat(0, 31, 32)]
+    assert seats(4, 5, 2) == [Seat(2, 0, 1), Seat(1, 0, 1), Seat(0, 1, 2)]
+
+
+@pytest.mark.parametrize(("size", "block"), [(4, 2), (5, 2), (9, 2), (7, 3)])
+def test_blocks_of_blocks_meet_as_one(size: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_control, "BLOCK", block)
+    monkeypatch.setattr(live_control, "INLINE_BYTES", 40)
+    with world_of(size) as world:
+        world(opened)
+        for data in ([{} for _ in range(size)], [{"rank": rank, "text": "x" * 11 * rank} for rank in range(size)],
+                     [{"text": "y" * 100} if rank == size - 1 else {} for rank in range(size)]):
+            results = world(lambda control, rank, data=data: control.barrier("blocks", Status(data=data[rank]), timeout_s=10))
+            assert results == [[Status(data=one) for one in data]] * size
+
+
+def test_a_rank_that_never_joins_its_block_is_named_to_those_of_other_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have opened the group, and learn of it at the first barrier, long before its deadline."""
+    monkeypatch.setattr(live_control, "BLOCK", 2)
+
+    def join(control: Control, rank: int) -> Any:
+        if rank == 3:
+            return None
+        control.ensure_open(timeout_s=1)
+        return control.barrier("first", Status(), timeout_s=15)
+
+    with world_of(6) as world:
+        began = time.monotonic()
+        results = world(join)
+        assert time.monotonic() - began < 10
+    assert results.pop(3) is None
+    assert len({str(result) for result in results}) == 1 and "trainer ranks [3] did not come" in str(results[0])
+
+
+def test_a_world_of_one_rank_meets_itself() -> None:
+    with world_of(1) as world:
+        world(opened)
+        some = Status(data={"a": 1})
+        assert world(lambda control, rank: control.barrier("alone", some, timeout_s=10)) == [[some]]
+        assert world(lambda control, rank: control.barrier("alone", Status(), timeout_s=10)) == [[Status()]]
+
+
 def test_an_absent_rank_is_named_by_all_others_with_one_text(world: World) -> None:
     world(opened)
     results = world(lambda control, rank: None if rank == 2 else control.barrier("three", Status(), timeout_s=1))
@@ -105,24 +168,39 @@ def test_a_barrier_on_a_dead_generation_says_so_at_once(world: World) -> None:
     assert all("is closed after an earlier failure" in str(result) for result in results[:2])
 
 
-def test_a_rank_that_gives_up_is_heard_long_before_the_deadline(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_seam, "LOOK_S", 0.05)
-    monkeypatch.setattr(live_seam, "VERDICT_S", 0.5)
-    world(opened)
-    waiting = threading.Barrier(3, timeout=10)
+@pytest.mark.parametrize(("size", "block", "leaver"), [(3, 32, 1), (6, 32, 2), (6, 32, 0), (7, 2, 4), (7, 2, 5)])
+def test_a_rank_that_gives_up_is_heard_long_before_the_deadline(size: int, block: int, leaver: int,
+                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    """By ranks that wait for it, and by ranks that wait for others which wait for it."""
+    monkeypatch.setattr(live_control, "BLOCK", block)
+    why = f"rank {leaver} left the update (phase send): KeyboardInterrupt: "
+    waiting = threading.Barrier(size, timeout=10)
 
     def leave(control: Control, rank: int) -> Any:
         waiting.wait()
-        if rank == 1:
-            control.give_up("rank 1 left the update (phase send): KeyboardInterrupt: ")
-            return None
-        return control.barrier("eight", Status(), timeout_s=60)
+        return control.give_up(why) if rank == leaver else control.barrier("eight", Status(), timeout_s=15)
 
-    began = time.monotonic()
-    results = world(leave)
-    assert time.monotonic() - began < 20
-    assert str(results[0]) == str(results[2]) == (
-        "weight sync call 1: rank 1 left the update (phase send): KeyboardInterrupt: ")
+    with world_of(size) as world:
+        world(opened)
+        began = time.monotonic()
+        results = world(leave)
+        assert time.monotonic() - began < 10
+    assert results.pop(leaver) is None
+    assert {str(result) for result in results} == {f"weight sync call 1: {why}"}
+
+
+@pytest.mark.parametrize("block", [2, 32])
+def test_the_first_deadline_ends_the_wait_of_all_ranks(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks come at different times, so their own deadlines differ; one stays away for ever, and says nothing."""
+    monkeypatch.setattr(live_control, "BLOCK", block)
+    with world_of(5) as world:
+        world(opened)
+        began = time.monotonic()
+        results = world(lambda control, rank: None if rank == 3 else
+                        control.barrier("nine", Status(), timeout_s=1 if rank == 2 else 15))
+        assert time.monotonic() - began < 10
+    assert results.pop(3) is None
+    assert len({str(result) for result in results}) == 1 and "trainer ranks [3] did not come" in str(results[0])
 
 
 def test_opening_without_one_rank_names_it(world: World) -> None:
