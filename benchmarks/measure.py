@@ -71,7 +71,8 @@ def seconds_of(function: Callable[[], Any]) -> float:
 
 
 def progress(total: int, what: str) -> Any:
-    """A bar on a terminal, nothing elsewhere."""
+    """A bar on a terminal, nothing elsewhere. Without tqdm's helper thread: some benchmarks fork."""
+    tqdm.monitor_interval = 0
     return tqdm(total=total, desc=what, leave=False, disable=None)
 
 
@@ -118,16 +119,21 @@ def positive(text: str) -> int:
 
 
 # --- showing ------------------------------------------------------------------------------------------------------------
+WIDTH = 200
+"""More than any row needs: a row that is cut says nothing."""
+
+
 def show(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "") -> None:
     """A table on stdout; the first column says what, the others are figures."""
-    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left", box=box.SIMPLE_HEAD,
-                  padding=(0, 1, 0, 0))
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for number, column in enumerate(columns):
         table.add_column(column, justify="left" if number == 0 else "right", no_wrap=True)
     for row in rows:
         table.add_row(*row)
-    console = Console(file=sys.stdout, color_system=None, width=None if sys.stdout.isatty() else 140)
+    console = Console(file=sys.stdout, color_system=None, width=WIDTH)
     console.print(table)
+    if caption:
+        print(caption)
 
 
 def write_json(path: Path | None, benchmark: str, machine: Machine, used: argparse.Namespace, figures: Mapping[str, Any]) -> None:
