@@ -91,17 +91,9 @@ def explore(scenario: Simulable, explorer: Explorer, *, schedules: int, stop_at_
     """Run up to `schedules` schedules; fewer where one fails and `stop_at_first`, or where a failure is what `until` wants."""
     result = Exploration(explorer.name)
     began = time.process_time()
-    simulated: Simulated | None = None
-    try:
-        with quietly():
-            while result.schedules < schedules and not _stops(result, stop_at_first, until) and explorer.next():
-                if simulated is None or simulated.spent:
-                    simulated = _fresh(scenario, simulated)
-                _add(result, scenario, explorer, simulated.run(explorer))
-            exhausted = result.schedules < schedules or not explorer.next()
-    finally:
-        if simulated is not None:
-            simulated.close()
+    with quietly():
+        _run(result, scenario, explorer, lambda: result.schedules >= schedules or _stops(result, stop_at_first, until))
+        exhausted = result.schedules < schedules or not explorer.next()
     result.complete = exhausted and explorer.complete
     result.redundant = getattr(explorer, "redundant", 0)
     result.seconds = time.process_time() - began
@@ -127,11 +119,15 @@ def replay(scenario: Simulable, schedule: str) -> Run:
 
 
 def run_once(scenario: Simulable, explorer: Explorer) -> Run:
+    with quietly():
+        return _first(scenario, explorer)
+
+
+def _first(scenario: Simulable, explorer: Explorer) -> Run:
     explorer.next()
     simulated = scenario.simulate()
     try:
-        with quietly():
-            return simulated.run(explorer)
+        return simulated.run(explorer)
     finally:
         simulated.close()
 
@@ -157,6 +153,18 @@ def shrink(failure: Failure, *, tries: int = 200) -> Failure:
 
 def _ends_alike(failure: Failure, choices: Sequence[int], patient: bool) -> bool:
     return run_once(failure.scenario, Replaying(choices, patient)).outcome.summary == failure.outcome.summary
+
+
+def _run(result: Exploration, scenario: Simulable, explorer: Explorer, enough: Callable[[], bool]) -> None:
+    simulated: Simulated | None = None
+    try:
+        while not enough() and explorer.next():
+            if simulated is None or simulated.spent:
+                simulated = _fresh(scenario, simulated)
+            _add(result, scenario, explorer, simulated.run(explorer))
+    finally:
+        if simulated is not None:
+            simulated.close()
 
 
 def _stops(result: Exploration, stop_at_first: bool, until: Callable[[Failure], bool]) -> bool:

@@ -220,6 +220,7 @@ def quietly() -> Iterator[None]:
     finally:
         logging.disable(disabled)
         gc.set_threshold(*thresholds)
+        gc.collect()  # of what was made in here only; once unfrozen, worlds that are over would lie about for very long
         gc.unfreeze()
 
 
