@@ -5,12 +5,14 @@ Uses the parts below vLLM's own trainer engine, because that opens and closes a 
 `PyNcclCommunicator` over it (as vllm/distributed/weight_transfer/nccl_common.py does, `stateless_init_process_group`, which
 takes neither a socket nor a timeout). Checked against the installed vLLM's signatures; **has not run on a GPU yet**.
 
-Two things that stock NCCL cannot do better:
+Three things that stock NCCL cannot do better:
 
 * The meeting blocks (the store's wait for workers, then `ncclCommInitRank`), so it runs in one helper thread per dial. The store
   gives up after the dial's timeout; an `ncclCommInitRank` that hangs ends only with this process. A communicator that
   comes up after its dial was given up is destroyed.
 * Nobody can say *which* workers are missing: vLLM's workers only count themselves in the store. The text says how many.
+* Enqueueing can block the source's own thread: NCCL connects when it first uses a way to send, and its queue has an end. A
+  watchdog aborts the communicator after the dial's timeout; until then a refusal by an engine is not seen.
 """
 
 from __future__ import annotations
@@ -18,8 +20,9 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -81,7 +84,7 @@ class NcclDial:
             except Exception as error:
                 raise TransportError(f"transfer group {self._name!r} could not be opened at {self._where}: "
                                      f"{type(error).__name__}: {error}") from error
-            self._group = NcclTransferGroup(self._name, self._wire, communicator)
+            self._group = NcclTransferGroup(self._name, self._wire, communicator, self._timeout_s)
         return self._group
 
     def cancel(self) -> None:
@@ -157,11 +160,13 @@ class CudaWork:
 
 
 class NcclTransferGroup:
-    """Rank 0 of {source} + {all workers of all engines} over NCCL. CUDA tensors of one device only."""
+    """Rank 0 of {source} + {all workers of all engines} over NCCL. CUDA tensors of one device only. `enqueue_timeout_s`: how long
+    NCCL may block a `send`."""
 
-    def __init__(self, name: str, wire: Wire, communicator: Any) -> None:
+    def __init__(self, name: str, wire: Wire, communicator: Any, enqueue_timeout_s: float) -> None:
         self.name = name
         self._wire = wire
+        self._enqueue_timeout_s = enqueue_timeout_s
         self._communicator: Any = communicator
         self._sends: list[CudaWork] = []
 
@@ -169,7 +174,8 @@ class NcclTransferGroup:
         """Enqueue the broadcast of one bucket on the current stream: tensor by tensor, or packed into chunks.
 
         Raises TransportError for tensors that are not contiguous or not on the group's device, for a packed bucket that
-        stock vLLM cannot unpack, and where the group is closed or has become unusable.
+        stock vLLM cannot unpack, and where the group is closed or has become unusable; DeadlineExceeded where NCCL does not
+        take the bucket in time, and then the group is gone.
         """
         communicator = self._usable()
         self._sends = [send for send in self._sends if not send.poll()]
@@ -177,9 +183,10 @@ class NcclTransferGroup:
         stream = torch.cuda.current_stream(communicator.device)
         buffers = pack(tensors, self._wire.packed_buffer_size_bytes) if self._wire.packed else iter(tensors)
         kept = []
-        for buffer in buffers:
-            communicator.broadcast(buffer, src=0, stream=stream)
-            kept.append(buffer)
+        with self._watched(communicator):
+            for buffer in buffers:
+                communicator.broadcast(buffer, src=0, stream=stream)
+                kept.append(buffer)
         self._sends.append(self._mark(stream, kept))
         return self._sends[-1]
 
@@ -195,6 +202,33 @@ class NcclTransferGroup:
             communicator, self._communicator = self._communicator, None
             communicator.destroy()
             self._sends = []
+
+    @contextmanager
+    def _watched(self, communicator: Any) -> Iterator[None]:
+        """Abort the communicator, from another thread, where the block takes too long: nothing else ends a call of NCCL."""
+        aborted = threading.Event()
+
+        def abort() -> None:
+            aborted.set()
+            communicator.destroy()
+
+        watchdog = threading.Timer(self._enqueue_timeout_s, abort)
+        watchdog.daemon = True
+        watchdog.start()
+        cause: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            if not aborted.is_set():
+                raise
+            cause = error
+        finally:
+            watchdog.cancel()
+        if aborted.is_set():
+            raise DeadlineExceeded(
+                f"transfer group {self.name!r}: NCCL did not take a bucket within {self._enqueue_timeout_s:.1f} s, so its "
+                f"communicator was aborted. It blocks while it connects to a worker that does not answer: look at the engines' "
+                f"logs, and at NCCL's with NCCL_DEBUG=INFO") from cause
 
     def _usable(self) -> Any:
         if self._communicator is None:

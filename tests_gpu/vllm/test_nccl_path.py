@@ -52,10 +52,10 @@ def take(*args: Any, master_listen_fd: int, **kwargs: Any) -> Any:
         return SimpleNamespace(port=taken.getsockname()[1])
 
 
-def open_group(wire: Wire) -> nccl.NcclTransferGroup:
+def open_group(wire: Wire, *, timeout_s: float = 7.5) -> nccl.NcclTransferGroup:
     listener = listen("127.0.0.1", None)
     group: nccl.NcclTransferGroup = wait(
-        nccl.open_nccl_group(listener, name="vime-pp_0", world_size=3, wire=wire, timeout_s=7.5))[0]
+        nccl.open_nccl_group(listener, name="vime-pp_0", world_size=3, wire=wire, timeout_s=timeout_s))[0]
     listener.close()
     return group
 
@@ -101,6 +101,29 @@ def test_close_destroys_once_and_use_after_close_raises(no_gpu: SimpleNamespace)
     no_gpu.communicator.destroy.assert_called_once_with()
     with pytest.raises(TransportError, match="closed"):
         group.send([torch.ones(1)])
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_broadcast_that_blocks_while_it_is_enqueued_is_aborted(no_gpu: SimpleNamespace, raises: bool) -> None:
+    aborted = threading.Event()
+
+    def block(*args: Any, **kwargs: Any) -> None:
+        assert aborted.wait(20)
+        if raises:
+            raise RuntimeError("NCCL error: communicator was aborted")
+
+    no_gpu.communicator.broadcast.side_effect = block
+    no_gpu.communicator.destroy.side_effect = lambda: aborted.set()
+    group = open_group(UNPACKED, timeout_s=0.2)
+    with pytest.raises(DeadlineExceeded, match=r"'vime-pp_0': NCCL did not take a bucket within 0\.2 s"):
+        group.send([torch.ones(1)])
+
+
+def test_an_error_of_nccl_is_its_own(no_gpu: SimpleNamespace) -> None:
+    no_gpu.communicator.broadcast.side_effect = RuntimeError("NCCL error: unhandled system error")
+    with pytest.raises(RuntimeError, match="unhandled system error"):
+        open_group(UNPACKED).send([torch.ones(1)])
+    no_gpu.communicator.destroy.assert_not_called()
 
 
 @pytest.mark.parametrize("attributes", [{"disabled": True}, {"available": False}])
