@@ -99,7 +99,7 @@ def prepare(context: RankContext, *, checkpoint: str, backend: str | None = None
     from staged_sync.engines.in_process import InProcessEngine
 
     home = config_only_copy(checkpoint, context.files.directory / f"config{context.engine}")
-    llm = _llm(context, home, load_format="dummy", backend=backend)
+    llm = build_llm(context, home, load_format="dummy", backend=backend)
     before = partial(planted.at_call, context)
     arrivals = Arrivals(before)
     _record_arrivals(arrivals, backend)
@@ -159,7 +159,7 @@ def dtypes(context: RankContext, *, ending: str) -> dict[str, str]:
 
 def generate(context: RankContext) -> dict[str, Any]:
     """What the engine says now."""
-    return msgspec.to_builtins(_generate(_receiver(context).llm))
+    return msgspec.to_builtins(greedy(_receiver(context).llm))
 
 
 def check(context: RankContext, *, checkpoint: str) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def check(context: RankContext, *, checkpoint: str) -> dict[str, Any]:
     reference = _reference(context, checkpoint)
     (mine,), (other,) = read_back(receiver.llm), read_back(reference)
     parameters = compare(mine.tensors, other.tensors)
-    said, expected = _generate(receiver.llm), _generate(reference)
+    said, expected = greedy(receiver.llm), greedy(reference)
     report = EngineReport(
         engine=context.engine, version=str(receiver.llm.get_weight_version()),
         tensors_equal=arrived.equal, tensors_total=arrived.total,
@@ -184,7 +184,7 @@ def sensitivity(context: RankContext, *, checkpoint: str, swapped: str) -> dict[
     """Whether two reference engines differ, where one has two layers' tensors swapped: the checks above can see a swap."""
     one, other = _reference(context, checkpoint), _reference(context, swapped)
     (mine,), (theirs,) = read_back(one), read_back(other)
-    said, expected = _generate(one), _generate(other)
+    said, expected = greedy(one), greedy(other)
     return {"parameters differ": not compare(mine.tensors, theirs.tensors).exact,
             "tokens differ": said.tokens != expected.tokens, "logprobs differ": said.logprobs != expected.logprobs}
 
@@ -208,7 +208,7 @@ def _prepare_process(context: RankContext) -> None:
     record_unpacked_weights()
 
 
-def _llm(context: RankContext, path: Path | str, *, load_format: str, backend: str | None) -> Any:
+def build_llm(context: RankContext, path: Path | str, *, load_format: str, backend: str | None) -> Any:
     """A tiny engine in this process. Kept for ever: all share vLLM's parallel state, which the first to be collected would
     take down; each costs 10 MB."""
     from vllm import LLM
@@ -226,11 +226,11 @@ def _reference(context: RankContext, checkpoint: str) -> Any:
     _prepare_process(context)
     references: dict[str, Any] = context.state.setdefault("references", {})
     if checkpoint not in references:
-        references[checkpoint] = _llm(context, checkpoint, load_format="auto", backend=None)
+        references[checkpoint] = build_llm(context, checkpoint, load_format="auto", backend=None)
     return references[checkpoint]
 
 
-def _generate(llm: Any) -> Generation:
+def greedy(llm: Any) -> Generation:
     from vllm import SamplingParams
 
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS],
