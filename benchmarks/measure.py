@@ -7,11 +7,13 @@ taken within a round, and every table says under which load it was measured.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -98,6 +100,13 @@ class Machine:
 
     def to_json(self) -> dict[str, Any]:
         return {"machine": self.text, "cores": self.cores, "load_before": self.load_before, "load_after": os.getloadavg()[0]}
+
+
+def checkpoint_folders(stack: contextlib.ExitStack) -> dict[str, Path]:
+    """Where checkpoints are written: in memory, where the system has a folder for that, and on disk. Gone with `stack`."""
+    found = {"memory": Path("/dev/shm"), "disk": Path(tempfile.gettempdir())}
+    return {what: Path(stack.enter_context(tempfile.TemporaryDirectory(dir=where)))
+            for what, where in found.items() if where.is_dir()}
 
 
 # --- the command line ---------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """How fast weights travel from one source to its receivers, each a process of its own.
 
-In every round each of these sends the same tensors, those of Qwen3-0.6B:
+In every round each of these sends the same tensors, the embedding and 12 of the 28 layers of Qwen3-0.6B:
 
   limit         one plain broadcast of all bytes as one tensor, into memory that is there: what the wire can do; and
                 the same into fresh memory, which engines that keep what they receive need
@@ -13,7 +13,7 @@ Nothing is loaded into a model, and a receiver drops what it has got. Before the
 GPUs are used where there is one for each process (`--device cuda` insists); that path has not been run yet.
 
     python -m benchmarks.transfer
-    python -m benchmarks.transfer --receivers 4 --layers 14 --buckets 16 64
+    python -m benchmarks.transfer --receivers 4 --layers 28 --buckets 16 64
 """
 
 from __future__ import annotations
@@ -34,7 +34,18 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from benchmarks.measure import Machine, Samples, in_units, interleave, options, positive, seconds_of, show, write_json
+from benchmarks.measure import (
+    Machine,
+    Samples,
+    checkpoint_folders,
+    in_units,
+    interleave,
+    options,
+    positive,
+    seconds_of,
+    show,
+    write_json,
+)
 from benchmarks.models import dense
 from benchmarks.receiver import TIMEOUT_S
 from harness.world.devices import choose
@@ -186,13 +197,6 @@ def check(source: Source, contestants: Contestants) -> None:
             raise AssertionError(f"'{name}' delivered other bytes than were sent: CRC-32 {expected:#x} expected, got {arrived}")
 
 
-def folders(stack: contextlib.ExitStack) -> dict[str, Path]:
-    """Where a checkpoint is written: memory where the system offers that, and the folder for temporary files."""
-    found = {"memory": Path("/dev/shm"), "disk": Path(tempfile.gettempdir())}
-    return {what: Path(stack.enter_context(tempfile.TemporaryDirectory(dir=where)))
-            for what, where in found.items() if where.is_dir()}
-
-
 def measure(source: Source, used: argparse.Namespace) -> tuple[dict[str, Samples], Samples]:
     """Samples of every contestant, and of opening and closing a group."""
     with contextlib.ExitStack() as stack:
@@ -205,7 +209,7 @@ def measure(source: Source, used: argparse.Namespace) -> tuple[dict[str, Samples
                 name = f"staged-sync, {'packed' if packed else 'a broadcast a tensor'}, buckets of {mib} MiB"
                 contestants[name] = partial(source.staged_sync, group, mib * MIB)
         contestants["plain: an RPC and a broadcast a tensor"] = source.plain
-        for what, folder in folders(stack).items():
+        for what, folder in checkpoint_folders(stack).items():
             contestants[f"checkpoint in {what}: save and load"] = partial(source.checkpoint, folder)
         check(source, contestants)
         samples = interleave({name: partial(seconds_of, send) for name, send in contestants.items()}, used.rounds)
@@ -222,7 +226,8 @@ def rows(samples: dict[str, Samples], nbytes: int) -> list[list[str]]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = options("transfer", __doc__ or "", rounds=5)
     parser.add_argument("--receivers", type=positive, default=2, help="processes that receive (default 2)")
-    parser.add_argument("--layers", type=positive, default=28, help="decoder layers of the model (default 28, which is 1.2 GB)")
+    parser.add_argument("--layers", type=positive, default=12,
+                        help="decoder layers (default 12, which is 0.7 GB; all 28 are 1.2 GB)")
     parser.add_argument("--buckets", type=positive, nargs="+", default=[32, 128, 512], metavar="MIB",
                         help="bucket sizes of staged-sync (default 32 128 512; a trainer's own default is 512)")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="cuda needs a GPU for each process")

@@ -81,7 +81,7 @@ def prepare(context: RankContext, *, checkpoint: str, backend: str | None = None
     from staged_sync.engines.in_process import InProcessEngine
 
     home = config_only_copy(checkpoint, context.files.directory / f"config{context.engine}")
-    llm = _llm(context, home, load_format="dummy", backend=backend)
+    llm = build_llm(context, home, load_format="dummy", backend=backend)
     before = partial(planted.at_call, context)
     from harness.world.worker_probe import ARRIVALS
 
@@ -119,7 +119,7 @@ def dtypes(context: RankContext, *, ending: str) -> dict[str, str]:
 
 def generate(context: RankContext) -> dict[str, Any]:
     """What the engine says now."""
-    return msgspec.to_builtins(_generate(_receiver(context).llm))
+    return msgspec.to_builtins(greedy(_receiver(context).llm))
 
 
 def check(context: RankContext, *, checkpoint: str) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def check(context: RankContext, *, checkpoint: str) -> dict[str, Any]:
     arrivals = [worker.comparison for worker in arrived]
     mine = _read_back(receiver.llm)
     parameters = _compare_workers(mine, _read_back(reference))
-    said, expected = _generate(receiver.llm), _generate(reference)
+    said, expected = greedy(receiver.llm), greedy(reference)
     report = EngineReport(
         engine=context.engine, workers=len(arrived), version=str(receiver.llm.get_weight_version()),
         tensors_equal=sum(c.equal for c in arrivals), tensors_total=sum(c.total for c in arrivals),
@@ -159,7 +159,7 @@ def sensitivity(context: RankContext, *, checkpoint: str, swapped: str) -> dict[
     """Whether two reference engines differ, where one has two layers' tensors swapped: the checks above can see a swap."""
     one, other = _reference(context, checkpoint), _reference(context, swapped)
     parameters = _compare_workers(_read_back(one), _read_back(other))
-    said, expected = _generate(one), _generate(other)
+    said, expected = greedy(one), greedy(other)
     return {"parameters differ": not all(worker.exact for worker in parameters),
             "tokens differ": said.tokens != expected.tokens, "logprobs differ": said.logprobs != expected.logprobs}
 
@@ -183,7 +183,7 @@ def _prepare_process(context: RankContext) -> None:
     register()
 
 
-def _llm(context: RankContext, path: Path | str, *, load_format: str, backend: str | None) -> Any:
+def build_llm(context: RankContext, path: Path | str, *, load_format: str, backend: str | None) -> Any:
     """A tiny engine. Kept for ever: all of a process share vLLM's parallel state, which the first to be collected would take
     down; each costs 10 MB. An engine of several workers has them in processes of their own, which live as long as this one."""
     from vllm import LLM
@@ -206,11 +206,11 @@ def _reference(context: RankContext, checkpoint: str) -> Any:
     _prepare_process(context)
     references: dict[str, Any] = context.state.setdefault("references", {})
     if checkpoint not in references:
-        references[checkpoint] = _llm(context, checkpoint, load_format="auto", backend=None)
+        references[checkpoint] = build_llm(context, checkpoint, load_format="auto", backend=None)
     return references[checkpoint]
 
 
-def _generate(llm: Any) -> Generation:
+def greedy(llm: Any) -> Generation:
     from vllm import SamplingParams
 
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS],
