@@ -55,14 +55,15 @@ def _read_sharded(folder: Path, index_file: Path) -> dict[str, TensorMeta]:
         weight_map: dict[str, str] = json.loads(index_file.read_text())["weight_map"]
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointIndexError(f"{index_file} is not a safetensors index: {error!r}") from error
-    found: dict[str, TensorMeta] = {}
+    shards: dict[str, dict[str, TensorMeta]] = {}
     for shard in sorted(set(weight_map.values())):
         if not (folder / shard).is_file():
             raise CheckpointIndexError(f"{index_file} names {shard}, which is not in {folder}")
-        found |= read_header(folder / shard)
-    if missing := sorted(set(weight_map) - set(found)):
-        raise CheckpointIndexError(f"{index_file} names tensors that no shard holds: {missing[:5]} ({len(missing)} in all)")
-    return {name: found[name] for name in weight_map}
+        shards[shard] = read_header(folder / shard)
+    if missing := [f"{name} in {shard}" for name, shard in sorted(weight_map.items()) if name not in shards[shard]]:
+        raise CheckpointIndexError(f"{index_file} names tensors that are not in their shard: {missing[:5]} ({len(missing)} in "
+                                   f"all)")
+    return {name: shards[shard][name] for name, shard in weight_map.items()}
 
 
 def read_header(file: Path) -> dict[str, TensorMeta]:
@@ -110,8 +111,8 @@ def _partly_sent(senders: Container[str], index: Mapping[str, TensorMeta], optio
     """A layer that may be left out must be left out whole: an engine would hold half of it old and half new."""
     blocks: dict[str, list[str]] = {}
     for name in index:
-        if block := _BLOCK.match(name):
-            blocks.setdefault(block[1], []).append(name)
+        if found := _BLOCK.match(name):
+            blocks.setdefault(found[1], []).append(name)
     problems = []
     for block, names in blocks.items():
         unsent = [name for name in names if name not in senders]
