@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,14 +55,15 @@ def _read_sharded(folder: Path, index_file: Path) -> dict[str, TensorMeta]:
         weight_map: dict[str, str] = json.loads(index_file.read_text())["weight_map"]
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointIndexError(f"{index_file} is not a safetensors index: {error!r}") from error
-    found: dict[str, TensorMeta] = {}
+    shards: dict[str, dict[str, TensorMeta]] = {}
     for shard in sorted(set(weight_map.values())):
         if not (folder / shard).is_file():
             raise CheckpointIndexError(f"{index_file} names {shard}, which is not in {folder}")
-        found |= read_header(folder / shard)
-    if missing := sorted(set(weight_map) - set(found)):
-        raise CheckpointIndexError(f"{index_file} names tensors that no shard holds: {missing[:5]} ({len(missing)} in all)")
-    return {name: found[name] for name in weight_map}
+        shards[shard] = read_header(folder / shard)
+    if missing := [f"{name} in {shard}" for name, shard in sorted(weight_map.items()) if name not in shards[shard]]:
+        raise CheckpointIndexError(f"{index_file} names tensors that are not in their shard: {missing[:5]} ({len(missing)} in "
+                                   f"all)")
+    return {name: shards[shard][name] for name, shard in weight_map.items()}
 
 
 def read_header(file: Path) -> dict[str, TensorMeta]:
@@ -86,7 +88,7 @@ def coverage_problems(stages: Sequence[Sequence[TensorMeta]], index: Mapping[str
     """Everything that is wrong with what the stages will send, against `index`; empty if each tensor comes exactly once.
 
     `optional(name)`: the family's rule for names that the checkpoint may have and nobody sends (a tied lm_head, a vision
-    tower), or that are sent although the checkpoint lacks them.
+    tower), or that are sent although the checkpoint lacks them. A numbered layer of such names comes whole or not at all.
     """
     senders: dict[str, list[int]] = {}
     for stage, metas in enumerate(stages):
@@ -94,9 +96,29 @@ def coverage_problems(stages: Sequence[Sequence[TensorMeta]], index: Mapping[str
             senders.setdefault(meta.name, []).append(stage)
     problems = [f"missing: {name} {_shape(index[name])} is in the checkpoint, no stage sends it"
                 for name in index if name not in senders and not optional(name)]
+    problems += _partly_sent(senders, index, optional)
     problems += [f"duplicate: {name} is sent {len(s)} times, by stages {s}" for name, s in senders.items() if len(s) > 1]
     for stage, metas in enumerate(stages):
         problems += [p for meta in metas if (p := _meta_problem(stage, meta, index, optional))]
+    return problems
+
+
+_BLOCK = re.compile(r"(.*?\.\d+)\.")
+"""The numbered layer that a name belongs to."""
+
+
+def _partly_sent(senders: Container[str], index: Mapping[str, TensorMeta], optional: Callable[[str], bool]) -> list[str]:
+    """A layer that may be left out must be left out whole: an engine would hold half of it old and half new."""
+    blocks: dict[str, list[str]] = {}
+    for name in index:
+        if found := _BLOCK.match(name):
+            blocks.setdefault(found[1], []).append(name)
+    problems = []
+    for block, names in blocks.items():
+        unsent = [name for name in names if name not in senders]
+        if 0 < len(unsent) < len(names) and all(map(optional, names)):
+            problems += [f"partly: of {block} some tensors are sent, but nobody sends {name} {_shape(index[name])}"
+                         for name in unsent]
     return problems
 
 

@@ -7,6 +7,7 @@ on every rank.
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
@@ -38,6 +39,10 @@ from staged_sync.seam import Coordinates, Seam, Wire
 from staged_sync.session import Fleet
 from staged_sync.trace import Trace
 from staged_sync.waiting import call_engine, wait_all
+
+logger = logging.getLogger(__name__)
+
+NAMES_IN_LOG = 10
 
 
 @dataclass(frozen=True)
@@ -141,6 +146,8 @@ def negotiate(seam: Seam, trace: Trace, control: Control, settings: Settings, lo
     agreed = statuses[Topology.LEAD].data
     if agreed["coverage"]:
         raise CompletenessError(bullets("what the stages export is not what the HF checkpoint names:", agreed["coverage"]))
+    if seam.coordinates().rank == Topology.LEAD:
+        _tell_what_stays(announced, local.index)
     fleet = Fleet(tuple(engines), tuple(counts), lock, tuple(agreed["packed_in_init"]))
     empty = {stage for stage, metas in enumerate(announced) if not metas}
     plan = plan_update(topology.pp, contract=local.exporter.contract, passes=local.exporter.passes, empty_stages=empty,
@@ -158,6 +165,14 @@ def _introduce(seam: Seam, local: Local) -> dict[str, Any]:
 
 def _metas(announces: Sequence[Sequence[Any]]) -> tuple[TensorMeta, ...]:
     return tuple(TensorMeta(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in announces)
+
+
+def _tell_what_stays(announced: Sequence[Sequence[TensorMeta]], index: Mapping[str, TensorMeta]) -> None:
+    """Say which of the checkpoint's tensors the family excuses and nobody sends; nothing where all are sent."""
+    sent = {meta.name for metas in announced for meta in metas}
+    if stay := [name for name in index if name not in sent]:
+        logger.info("%d tensor(s) of the HF checkpoint are sent by nobody, so engines keep what they have for them: %s",
+                    len(stay), ", ".join(stay[:NAMES_IN_LOG] + ["…"] * (len(stay) > NAMES_IN_LOG)))
 
 
 def _raise_problems(statuses: Sequence[Status]) -> None:

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from staged_sync.config import engine_counts, read_settings
 from staged_sync.control import Deadline
 from staged_sync.errors import ConfigurationError
@@ -32,8 +30,7 @@ def connect_rollout_engines_from_distributed(args: Any, group_name: str, rollout
         raise ConfigurationError(problems + wrong)
     if seam is None:
         from staged_sync.live_seam import LiveSeam  # needs torch.distributed
-        device = torch.empty(0, device="cuda" if torch.cuda.is_available() else "cpu")
-        seam = LiveSeam([torch.nn.ParameterList([torch.nn.Parameter(device)])])
+        seam = LiveSeam([])
     trace = Trace(0, seam.now)  # the group's rank 0; which trainer rank that is does not matter here
     packed_in_init = tuple(seam.has_method(engine, "get_weight_transfer_info") for engine in rollout_engines)
     fleet = Fleet(tuple(rollout_engines), tuple(counts), None, packed_in_init)

@@ -40,8 +40,10 @@ class LiveSeam:
     """The seam of one trainer rank. Needs `torch.distributed` and Megatron's `parallel_state` to be initialised."""
 
     def __init__(self, model: Sequence[torch.nn.Module], *, store: dist.Store | None = None) -> None:
-        device = next((p.device for chunk in model for p in chunk.parameters()), torch.device("cpu"))
-        self.backend: Literal["gloo", "nccl"] = "nccl" if device.type == "cuda" else "gloo"
+        device = next((p.device.type for chunk in model for p in chunk.parameters()), None)
+        # A stage may be empty, and its rank must name the same wire as the others: then the machine decides.
+        on_cuda = torch.cuda.is_available() if device is None else device == "cuda"
+        self.backend: Literal["gloo", "nccl"] = "nccl" if on_cuda else "gloo"
         self._given_store = store
 
     @functools.cached_property

@@ -163,7 +163,7 @@ class UpdateWeightFromDistributed:
                                   seam=self._rank.seam, hf_tensors=index, trace=self._rank.trace)
         from staged_sync.megatron.raw_export import RawExporter  # the model's families, only where they are needed
         return RawExporter(self.args, self.model, model_name=self.model_name, seam=self._rank.seam, hf_tensors=index,
-                           trace=self._rank.trace)
+                           trace=self._rank.trace, quantization_config=self.quantization_config)
 
     def _try_the_way(self, link: Connection) -> None:
         """Every rank that will send makes sure that the engines can dial it; where it sends everything it opens the only

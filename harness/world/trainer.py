@@ -187,6 +187,7 @@ def _join_world(context: RankContext, timeout_s: float) -> None:
 
 def _device(context: RankContext) -> torch.device:
     if context.topology.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a rank without parameters asks the machine, which may have GPUs
         return torch.device("cpu")
     torch.cuda.set_device(context.rank)
     return torch.device("cuda", context.rank)

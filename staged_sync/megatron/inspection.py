@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from staged_sync.exporter import TensorMeta
 from staged_sync.megatron.experts import distribution_problems
-from staged_sync.megatron.families.common import Family, Rule, expert_of, hf_names
+from staged_sync.megatron.families.common import Family, Rule, expert_of, hf_names, layer_of
 from staged_sync.megatron.gathering import partition_of
 from staged_sync.megatron.parameters import Located, summary
 from staged_sync.megatron.sizes import Sizes, differing_settings
@@ -38,6 +38,7 @@ class Inspection:
         configs = {id(entry.config): entry.config for entry in located}
         problems += dict.fromkeys(line for config in configs.values()
                                   for line in differing_settings(config, family.required))
+        problems += _layers_beyond(located, sizes)
         known = [(entry, rule) for entry in located if (rule := family.rule(entry.name)) is not None]
         problems += distribution_problems((entry.name for entry, _ in known), self.at, sizes.num_moe_experts)
         problems += dict.fromkeys(line for entry, rule in known if entry.parameter.numel() > 0
@@ -77,3 +78,13 @@ class Inspection:
                 return (f"{entry.name} is {entry.parameter.dtype} in the model and {want.dtype} in the checkpoint ({name}): a "
                         f"cast of the whole module has rounded it. Keep this buffer in {want.dtype}, as Megatron's router does")
         return None
+
+
+def _layers_beyond(located: Sequence[Located], sizes: Sizes) -> list[str]:
+    """Decoder layers that config.json does not have: HF has layers that predict more tokens under their numbers."""
+    decoder = {layer for entry in located if entry.name.startswith("decoder.layers.")
+               and (layer := layer_of(entry.name)) is not None}
+    if sizes.num_layers is None or not (beyond := sorted(layer for layer in decoder if layer >= sizes.num_layers)):
+        return []
+    return [f"config.json has num_hidden_layers={sizes.num_layers}, but the Megatron model has decoder layers beyond (numbered "
+            f"from 0): decoder.layers.{{{','.join(map(str, beyond))}}}; engine and trainer would not be the same model"]

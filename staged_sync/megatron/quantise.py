@@ -41,12 +41,32 @@ def quantise(weight: torch.Tensor, block: Block) -> tuple[torch.Tensor, torch.Te
     return scaled.flatten(2, 3).flatten(0, 1)[:rows, :columns].contiguous(), scales[:, 0, :, 0]
 
 
-def read_block(hf_config: Mapping[str, Any]) -> tuple[Block | None, list[str]]:
-    """The block size that config.json's `quantization_config` gives, None without quantisation, and what cannot be served."""
+def read_block(hf_config: Mapping[str, Any], given: Mapping[str, Any] | None) -> tuple[Block | None, list[str]]:
+    """The block size that config.json's `quantization_config` gives, None without quantisation, and what cannot be served.
+
+    `given`: the caller's `quantization_config`, which must not say anything else; None or empty if there is none.
+    """
     config = hf_config.get("quantization_config")
+    problems = _differences(given, config or {})
     if not config:
-        return None, []
-    if problems := quantisation_problems(config):
+        return None, problems
+    problems += quantisation_problems(config)
+    if problems:
         return None, problems
     rows, columns = config["weight_block_size"]
     return (rows, columns), []
+
+
+COMPARED = {"quant_method": None, "weight_block_size": None, "activation_scheme": "dynamic"}
+"""What decides about the form of weights and scales, and what it is where a config is silent."""
+
+
+def _differences(given: Any, in_hf: Any) -> list[str]:
+    if not given or not isinstance(given, Mapping) or not isinstance(in_hf, Mapping):
+        return []  # what is no mapping cannot be served, and is refused for that
+    mine, its = ({name: list(value) if isinstance(value := config.get(name, default), tuple) else value
+                  for name, default in COMPARED.items()} for config in (given, in_hf))
+    if not (differing := [f"{name} {mine[name]!r} and not {its[name]!r}" for name in COMPARED if mine[name] != its[name]]):
+        return []
+    return [f"quantization_config must say what config.json at args.hf_checkpoint says, or be None (got {', '.join(differing)}): "
+            f"weights are sent in the checkpoint's form"]

@@ -31,7 +31,8 @@ class RawExporter:
 
     `hf_tensors` is the header of the HF checkpoint (name -> `TensorMeta`). Each tensor is sent in the checkpoint's
     dtype: an fp32 norm of a bf16 checkpoint goes out as bf16, an fp32 router bias stays fp32. A tensor that it does not
-    name, or all of them where it is None, keeps the parameter's dtype.
+    name, or all of them where it is None, keeps the parameter's dtype. `quantization_config`: what the caller believes that
+    config.json says, to be compared; None if nothing.
 
     The constructor never raises: whatever is wrong is said by `problems()`. `describe`, `units`, `gather` and `convert`
     need a model without problems. The model is walked anew each time, so parameters may be replaced between updates.
@@ -45,7 +46,8 @@ class RawExporter:
     passes: tuple[Part, ...] = RAW_PASSES
 
     def __init__(self, args: Any, model: Sequence[nn.Module], *, model_name: str, seam: Seam,
-                 hf_tensors: Mapping[str, TensorMeta] | None, trace: Trace | None = None) -> None:
+                 hf_tensors: Mapping[str, TensorMeta] | None, trace: Trace | None = None,
+                 quantization_config: Mapping[str, Any] | None = None) -> None:
         self._model = model
         self._seam = seam
         self._trace = trace
@@ -56,7 +58,7 @@ class RawExporter:
         self._family = self._find_family(hf_config, model_name)
         self._sizes = self._read_sizes(args, hf_config)
         self.tied = self._read_tied(hf_config)
-        self._block, problems = read_block(hf_config)
+        self._block, problems = read_block(hf_config, quantization_config)
         self._setup_problems += problems
 
     # --- what the model is, once ------------------------------------------------------------------------------------

@@ -91,23 +91,28 @@ def read_sizes(args: Any, config: Any | None, hf_config: Mapping[str, Any]) -> t
 
     The model's configuration decides; `args` stands in where it is silent and must not say otherwise. The vocabulary and the
     number of layers are the HF checkpoint's; `args.vocab_size` counts only without it (it may be the tokenizer's, which is
-    smaller than the model's).
+    smaller than the model's), and Megatron's number of layers, where it is known, must be the same.
     """
     values: dict[str, Any] = {}
     problems = []
-    for name in CONFIG_FIELDS + OPTIONAL_FIELDS:
+    for name in (*CONFIG_FIELDS, *OPTIONAL_FIELDS, "num_layers"):
         in_config, in_args = getattr(config, name, None), _from_args(args, name)
         values[name] = in_args if in_config is None else in_config
         if in_config is not None and in_args is not None and in_config != in_args:
             problems.append(f"{name} must be the same in the model's config and in args (got {in_config} and "
                             f"{in_args}): the layout of the weights depends on it")
+    layers, in_megatron = hf_config.get("num_hidden_layers"), values.pop("num_layers")
+    if None not in (layers, in_megatron) and layers != in_megatron:
+        problems.append(f"num_layers must be config.json's num_hidden_layers, without layers that predict more tokens (got "
+                        f"{in_megatron} and {layers}): HF numbers those on after the decoder's, so that one would be sent as the "
+                        f"other")
     in_hf = hf_config.get("vocab_size")
     values["vocab_size"] = getattr(args, "vocab_size", None) if in_hf is None else in_hf
     needed = (*CONFIG_FIELDS, "vocab_size")
     problems += [f"{name} is unknown: neither the model's config nor args has it" for name in needed if values[name] is None]
     if any(values[name] is None for name in needed):
         return None, problems
-    return Sizes(**values, num_layers=hf_config.get("num_hidden_layers")), problems
+    return Sizes(**values, num_layers=layers), problems
 
 
 def _from_args(args: Any, name: str) -> Any:

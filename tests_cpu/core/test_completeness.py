@@ -66,7 +66,26 @@ def test_an_index_that_names_a_tensor_no_shard_holds_is_an_error(tmp_path: Path)
     save_file({"a": torch.zeros(2)}, tmp_path / "one.safetensors")
     weight_map = {"a": "one.safetensors", "z": "one.safetensors"}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(CheckpointIndexError, match=r"tensors that no shard holds: \['z'\]"):
+    with pytest.raises(CheckpointIndexError, match=r"that are not in their shard: \['z in one.safetensors'\] \(1 in all\)"):
+        read_index(tmp_path)
+
+
+def write_shards(folder: Path, weight_map: dict[str, str]) -> None:
+    """Two shards that both hold `a`, the second one in another form: left over from a conversion."""
+    save_file({"a": torch.zeros(2, 3, dtype=torch.bfloat16)}, folder / "one.safetensors")
+    save_file({"a": torch.zeros(7), "b": torch.zeros(4)}, folder / "two.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+@pytest.mark.parametrize(("shard", "expected"), [("one", A), ("two", TensorMeta("a", torch.float32, (7,)))])
+def test_a_name_in_two_shards_is_what_the_index_s_shard_says(tmp_path: Path, shard: str, expected: TensorMeta) -> None:
+    write_shards(tmp_path, {"a": f"{shard}.safetensors", "b": "two.safetensors"})
+    assert read_index(tmp_path) == {"a": expected, "b": B}
+
+
+def test_a_name_that_only_another_shard_holds_is_an_error(tmp_path: Path) -> None:
+    write_shards(tmp_path, {"a": "one.safetensors", "b": "one.safetensors"})
+    with pytest.raises(CheckpointIndexError, match=r"not in their shard: \['b in one.safetensors'\]"):
         read_index(tmp_path)
 
 

@@ -99,6 +99,23 @@ def test_metrics_of_the_last_update_can_be_popped_once_on_every_rank() -> None:
             assert updater.pop_metrics() == {}
 
 
+@pytest.mark.parametrize(("more", "said"), [
+    (1, "1 tensor(s) of the HF checkpoint are sent by nobody, so engines keep what they have for them: hf.s1.dense2"),
+    (12, "12 tensor(s) of the HF checkpoint are sent by nobody, so engines keep what they have for them: hf.s1.dense10, "
+         "hf.s1.dense11, hf.s1.dense12, hf.s1.dense13, hf.s1.dense2, hf.s1.dense3, hf.s1.dense4, hf.s1.dense5, hf.s1.dense6, "
+         "hf.s1.dense7, …"),
+])
+def test_what_the_checkpoint_names_and_nobody_sends_is_one_line_of_the_lead(
+        more: int, said: str, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoint = [small_table(2)[0], small_table(2, dense=2 + more)[1]]
+    sent = {meta.name for stage in small_table(2) for unit in stage for meta in unit.tensors}
+    with RecordingJob(pp=2, checkpoint=checkpoint) as job, caplog.at_level(logging.INFO, "staged_sync"):
+        for exporter in job.exporters:
+            exporter.optional = lambda name: name not in sent  # type: ignore[method-assign]
+        job.connect().check()
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [("INFO", said)]
+
+
 def test_a_deadline_leaves_a_table_on_the_console_and_the_rest_in_a_file(tmp_path: Path,
                                                                          caplog: pytest.LogCaptureFixture) -> None:
     faults = Faults().never_answers(engine=1, method="update_weights_from_distributed")

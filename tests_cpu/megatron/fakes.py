@@ -96,6 +96,7 @@ def world(config: Mapping[str, Any], *, tp: int = 1, pp: int = 1, **more: Any) -
 def megatron_config(config: Mapping[str, Any], **fields: Any) -> SimpleNamespace:
     """The fields of a `TransformerConfig` that the library looks at."""
     values = {
+        "num_layers": config["num_hidden_layers"],
         "hidden_size": config["hidden_size"], "ffn_hidden_size": config["intermediate_size"],
         "num_attention_heads": config["num_attention_heads"], "num_query_groups": config["num_key_value_heads"],
         "kv_channels": head_dim(config), "gated_linear_unit": True, "normalization": "RMSNorm",

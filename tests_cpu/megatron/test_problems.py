@@ -12,9 +12,19 @@ import torch
 from torch import nn
 
 from harness.checkpoints import checkpoint_tensors, hf_config
+from staged_sync.completeness import coverage_problems
 from staged_sync.errors import ConfigurationError, GatherError
 from staged_sync.megatron.families import FAMILIES, UnknownFamily, find_family
-from tests_cpu.megatron.fakes import RecordingSeam, World, exporter, megatron_config, stage_model, world, write_config
+from tests_cpu.megatron.fakes import (
+    RecordingSeam,
+    World,
+    exporter,
+    header,
+    megatron_config,
+    stage_model,
+    world,
+    write_config,
+)
 
 CONFIG = hf_config("qwen3", num_layers=3)
 KNOWN = ("deepseek_v3", "glm4_moe", "llama", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
@@ -236,3 +246,75 @@ def test_problems_of_different_kinds_come_together(tmp_path: Path) -> None:
     found = problems(tmp_path, at, change=change)
     assert [next(word for word in ("storage", "rule", "gated") if word in line) for line in found] == [
         "storage", "rule", "gated"]
+
+
+# --- how many layers ----------------------------------------------------------------------------------------------------
+
+GLM = hf_config("glm4_moe", num_layers=3, heads=4, groups=2, num_nextn_predict_layers=1)
+DEEPSEEK = hf_config("deepseek_v3", num_layers=3, heads=4, q_lora_rank=20, kv_lora_rank=28, qk_nope_head_dim=6,
+                     qk_rope_head_dim=8, v_head_dim=5, num_nextn_predict_layers=1)
+FOUR_LAYERS = {"num_hidden_layers": 4, "num_nextn_predict_layers": 0}
+"""A trainer that has the checkpoint's layer 3, which predicts more tokens, as one more layer of the decoder."""
+
+
+@pytest.mark.parametrize("config", [GLM, DEEPSEEK], ids=["glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize("told", ["config", "args"])
+def test_a_decoder_of_another_number_of_layers_is_refused(tmp_path: Path, config: dict[str, Any], told: str) -> None:
+    at = world(config | FOUR_LAYERS, fields={"num_layers": None} if told == "args" else {})
+    args = write_config(tmp_path, config)
+    args.num_layers = 4
+    model = stage_model(checkpoint_tensors(config), at)
+    assert exporter(args, model, RecordingSeam(at)).problems() == [
+        "num_layers must be config.json's num_hidden_layers, without layers that predict more tokens (got 4 and 3): HF numbers "
+        "those on after the decoder's, so that one would be sent as the other",
+        "config.json has num_hidden_layers=3, but the Megatron model has decoder layers beyond (numbered from 0): "
+        "decoder.layers.{3}; engine and trainer would not be the same model"]
+
+
+@pytest.mark.parametrize("config", [GLM, DEEPSEEK], ids=["glm4_moe", "deepseek_v3"])
+def test_a_decoder_layer_beyond_the_checkpoint_s_is_refused_where_nobody_says_how_many_there_are(
+        tmp_path: Path, config: dict[str, Any]) -> None:
+    layers = [[range(2), range(2, 3)], [range(3, 3), range(3, 4)]]  # the last stage's second virtual chunk has it
+    at = World(config | FOUR_LAYERS, 1, layers, fields={"num_layers": None})
+    model = stage_model(checkpoint_tensors(config), at, stage=1)
+    (said,) = exporter(write_config(tmp_path, config), model, RecordingSeam(at, stage=1)).problems()
+    assert "beyond (numbered from 0): decoder.layers.{3};" in said
+
+
+def test_layers_of_config_and_args_must_be_the_same(tmp_path: Path) -> None:
+    args = write_config(tmp_path, CONFIG)
+    args.num_layers = 4
+    assert problems(tmp_path, args=args) == [
+        "num_layers must be the same in the model's config and in args (got 3 and 4): the layout of the weights depends on it"]
+
+
+LEGAL = {
+    "trained": (world(GLM, pp=2), GLM),
+    "not trained": (world(GLM | {"num_nextn_predict_layers": 0}, pp=2), GLM),
+    "uneven": (World(GLM, 1, [[range(1), range(1, 3)]]), GLM),
+    "virtual": (World(GLM, 1, [[range(1), range(1, 2)], [range(2, 3), range(3, 3)]]), GLM),
+    "unknown": (world(GLM, fields={"num_layers": None}), GLM),
+    "tied": (world(CONFIG | {"tie_word_embeddings": True}, pp=2), CONFIG | {"tie_word_embeddings": True}),
+}
+
+
+@pytest.mark.parametrize(("at", "config"), LEGAL.values(), ids=LEGAL)
+def test_as_many_layers_as_the_checkpoint_are_fine_however_they_are_spread(
+        tmp_path: Path, at: World, config: dict[str, Any]) -> None:
+    tensors = checkpoint_tensors(config)
+    named, args = header(tensors), write_config(tmp_path, config)
+    exports = [exporter(args, stage_model(tensors, at, stage=stage), RecordingSeam(at, stage=stage), named)
+               for stage in range(at.pp)]
+    assert [export.problems() for export in exports] == [[]] * at.pp
+    assert coverage_problems([export.describe() for export in exports], named, exports[0].optional) == []
+
+
+def test_a_layer_that_predicts_more_tokens_is_sent_whole_or_not_at_all(tmp_path: Path) -> None:
+    """A trainer that has the layer and does not say so: the copies of embedding and head would stay what they were."""
+    at = world(GLM, fields={"mtp_num_layers": None})
+    tensors = checkpoint_tensors(GLM)
+    export = exporter(write_config(tmp_path, GLM), stage_model(tensors, at), RecordingSeam(at), header(tensors))
+    assert export.problems() == []
+    assert coverage_problems([export.describe()], header(tensors), export.optional) == [
+        f"partly: of model.layers.3 some tensors are sent, but nobody sends {name} {list(tensors[name].shape)} bfloat16"
+        for name in tensors if name in ("model.layers.3.embed_tokens.weight", "model.layers.3.shared_head.head.weight")]

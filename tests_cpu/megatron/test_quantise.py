@@ -9,10 +9,12 @@ import torch
 
 from harness.checkpoints import checkpoint_tensors, hf_config
 from harness.fp8 import FP8_CONFIG, quantise_slowly, quantised
+from harness.recording.job import RecordingJob
 from staged_sync.buckets import Bucketer
 from staged_sync.completeness import coverage_problems
 from staged_sync.megatron.quantise import FP8, quantise, read_block
-from tests_cpu.megatron.fakes import World, export_world, header, world
+from staged_sync.megatron.raw_export import RawExporter
+from tests_cpu.megatron.fakes import RecordingSeam, World, export_world, header, stage_model, world, write_config
 
 
 def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -92,11 +94,52 @@ def test_weight_and_scale_are_never_in_two_buckets(tmp_path: Path) -> None:
     (FP8_CONFIG | {"activation_scheme": "static"}, "activation_scheme must be 'dynamic' (got 'static')"),
 ])
 def test_what_cannot_be_served_is_said(config: dict[str, object], text: str) -> None:
-    block, problems = read_block({"quantization_config": config})
+    block, problems = read_block({"quantization_config": config}, None)
     assert block is None
     assert len(problems) == 1 and text in problems[0]
 
 
 def test_what_can_be_served() -> None:
-    assert read_block({}) == (None, [])
-    assert read_block({"quantization_config": FP8_CONFIG}) == ((128, 128), [])
+    assert read_block({}, None) == (None, [])
+    assert read_block({"quantization_config": FP8_CONFIG}, None) == ((128, 128), [])
+
+
+FP8_64 = {"quant_method": "fp8", "weight_block_size": [64, 64]}
+
+
+@pytest.mark.parametrize(("given", "in_hf", "got"), [
+    (FP8_64, None, "quant_method 'fp8' and not None, weight_block_size [64, 64] and not None"),
+    (FP8_64, FP8_CONFIG, "weight_block_size [64, 64] and not [128, 128]"),
+    (FP8_CONFIG, FP8_64, "weight_block_size [128, 128] and not [64, 64]"),
+    (FP8_CONFIG | {"activation_scheme": "static"}, FP8_CONFIG, "activation_scheme 'static' and not 'dynamic'"),
+])
+def test_a_given_config_that_is_not_the_checkpoint_s_is_refused(given: object, in_hf: object, got: str, tmp_path: Path) -> None:
+    weights, _ = quantised_checkpoint()
+    config = {key: value for key, value in QUANTISED.items() if key != "quantization_config"}
+    at = world(config | ({"quantization_config": in_hf} if in_hf else {}))
+    export = RawExporter(write_config(tmp_path, at.config), stage_model(weights, at), model_name="tiny", seam=RecordingSeam(at),
+                         hf_tensors=None, quantization_config=given)
+    assert export.problems() == [
+        f"quantization_config must say what config.json at args.hf_checkpoint says, or be None (got {got}): weights are sent in "
+        f"the checkpoint's form"]
+
+
+def test_what_the_updater_was_given_is_compared_at_connect(tmp_path: Path) -> None:
+    args = vars(write_config(tmp_path, QUANTISED))
+    with RecordingJob(pp=2, args=args, quantization_config=FP8_64) as job:
+        for updater in job.updaters:
+            updater._exporter = None  # its own, a raw one
+        errors = job.connect().errors
+    assert len(errors) == 2
+    assert all("(got weight_block_size [64, 64] and not [128, 128])" in str(error) for error in errors.values())
+
+
+@pytest.mark.parametrize("given", [None, {}, FP8_CONFIG, {"quant_method": "fp8", "weight_block_size": (128, 128)}],
+                         ids=["none", "empty", "the same", "as a tuple, without the defaults"])
+def test_a_given_config_that_says_the_same_is_fine(given: object, tmp_path: Path) -> None:
+    weights, checkpoint = quantised_checkpoint()
+    at = world(QUANTISED)
+    export = RawExporter(write_config(tmp_path, QUANTISED), stage_model(weights, at), model_name="tiny", seam=RecordingSeam(at),
+                         hf_tensors=header(checkpoint), quantization_config=given)
+    assert export.problems() == []
+    assert coverage_problems([export.describe()], header(checkpoint)) == []

@@ -231,6 +231,16 @@ def test_a_dense_family_has_an_empty_expert_pass(tmp_path: Path) -> None:
     assert list(export.units("expert")) == []
 
 
+def test_what_is_sent_together_is_of_one_layer(tmp_path: Path) -> None:
+    """The decoder's first layer and the first one that predicts more tokens have the same number and live on one stage."""
+    config = hf_config("deepseek_v3", num_layers=2, num_nextn_predict_layers=1, heads=4, **SMALL["deepseek_v3"])
+    at = world(config)
+    export = exporter(write_config(tmp_path, config), stage_model(checkpoint_tensors(config), at), RecordingSeam(at))
+    together = [[piece.name for piece in unit.pieces] for unit in export.units("dense") if len(unit.pieces) > 1]
+    assert together == [[f"{layer}.self_attention.linear_{latent}_down_proj.weight" for latent in ("q", "kv")] for layer in (
+        "decoder.layers.0", "decoder.layers.1", "mtp.layers.0.transformer_layer")]
+
+
 @pytest.mark.parametrize(("name", "tied", "optional"), [
     ("lm_head.weight", True, True),
     ("lm_head.weight", False, False),

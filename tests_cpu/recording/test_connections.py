@@ -129,6 +129,22 @@ def test_a_session_that_a_trainer_before_this_one_has_left_open_is_cleared(plain
         assert len(result.violations) == (1 if plain else 0), result.violations
 
 
+def test_an_engine_whose_weights_are_not_complete_is_cleared_although_no_session_is_open() -> None:
+    """A trainer before this one has abandoned its session: parameters may be on the meta device, so it must not serve."""
+    faults = Faults()
+    with failing_job(faults, pp=2, engines=[EngineOptions(info={"weights_complete": False}), 1]) as job:
+        job.connect().check()
+        faults.engine_error(engine=1, method="flush_cache")
+        one_text(job.update(), UpdateFailed)
+        assert [engine.paused for engine in job.world.engines] == [True, False], "the other one has whole weights and serves"
+        events = job.update().check().events
+        assert job.differences() == []
+    for engine, cleared in (("engine0", True), ("engine1", False)):
+        told = actor_calls(events, engine)
+        clears = told.index("handle update_weights_from_distributed")
+        assert (clears < told.index("handle start_weight_update")) == cleared, told
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_versions_stay_together_when_one_rank_leaves_while_engines_are_resumed(rank: int) -> None:
     faults = Faults()

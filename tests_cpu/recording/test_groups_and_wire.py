@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from harness.faults import Faults
@@ -9,7 +11,7 @@ from harness.recording.engines import EngineOptions
 from harness.recording.job import RecordingJob
 from harness.recording.log import assert_story, order
 from harness.recording.model import small_table
-from staged_sync.errors import UpdateFailed
+from staged_sync.errors import ConfigurationError, UpdateFailed
 from staged_sync.trace import Event
 
 
@@ -116,6 +118,28 @@ def test_packed_and_unpacked_bytes_arrive_alike(layout: dict[str, int], args: di
         run.update().check()
         assert run.world.network.channels[0].sizes == broadcasts
         assert run.differences() == []
+
+
+@pytest.mark.parametrize("args", [{}, PACKED], ids=["unpacked", "packed"])
+def test_strided_tensors_are_made_contiguous_before_they_are_sent(args: dict[str, object]) -> None:
+    """Exporters may yield views; gloo would ship other bytes."""
+    with RecordingJob(pp=2, args=args) as run:
+        convert = run.exporters[1].convert
+        run.exporters[1].convert = lambda unit, gathered: [
+            (name, tensor.transpose(0, 2).contiguous().transpose(0, 2)) for name, tensor in convert(unit, gathered)]
+        run.connect().check()
+        run.update().check()
+        assert run.differences() == []
+
+
+@pytest.mark.parametrize(("setting", "value"), [("packed", False), ("packed_buffer_bytes", 101), ("post_process", True)])
+def test_every_part_of_the_wire_must_be_the_same_on_all_ranks(setting: str, value: object) -> None:
+    with RecordingJob(pp=2, args=PACKED) as run:
+        rank = run.updaters[1]._rank
+        run.updaters[1]._rank = replace(rank, settings=replace(rank.settings, **{setting: value}))  # type: ignore[arg-type]
+        errors = run.connect().errors
+    assert {type(error) for error in errors.values()} == {ConfigurationError} and len(errors) == 2
+    assert all("the wire must be the same on every rank: rank 1 has" in str(error) for error in errors.values())
 
 
 @pytest.mark.parametrize(("buffer_size", "buckets"), [

@@ -317,6 +317,10 @@ def test_a_worker_that_was_told_other_terms_does_not_join() -> None:
     assert "workers 1 to 1; this engine was given a rank offset that makes this worker rank 2" in str(
         join_in_vain(listener, 2))
     listener.close()
+    listener = listen("127.0.0.1", None)
+    open_gloo_group(listener, name="vime-pp_1", world_size=2, wire=Wire("gloo", True, 4), timeout_s=DEADLINE_S)
+    assert "packed_buffer_size_bytes: the source has 4, the engine was told 1" in str(join_in_vain(listener, 1, packed=True))
+    listener.close()
 
 
 def test_a_group_of_nobody_is_refused() -> None:

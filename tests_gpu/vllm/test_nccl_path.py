@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import closing
 from datetime import timedelta
@@ -42,8 +43,10 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch, vllm_cpu: None) -> Iterator[SimpleNa
     monkeypatch.setattr(torch.distributed, "TCPStore", store)
     monkeypatch.setattr(nccl, "_current_device", lambda: CPU)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: "stream")
-    monkeypatch.setattr(torch.cuda, "Event", lambda: mock.Mock(query=lambda: True))
-    yield SimpleNamespace(communicator=communicator, made=made, store=store, group=utils.StatelessProcessGroup)
+    passed = threading.Event()  # whether the device has come to the events that were recorded
+    passed.set()
+    monkeypatch.setattr(torch.cuda, "Event", lambda: mock.Mock(query=passed.is_set))
+    yield SimpleNamespace(communicator=communicator, made=made, store=store, group=utils.StatelessProcessGroup, passed=passed)
 
 
 def take(*args: Any, master_listen_fd: int, **kwargs: Any) -> Any:
@@ -81,6 +84,30 @@ def test_unpacked_sends_every_tensor_from_rank_0(no_gpu: SimpleNamespace) -> Non
 def test_packed_sends_the_chunks_that_vllm_expects(no_gpu: SimpleNamespace) -> None:
     open_group(PACKED).send([torch.ones(2), torch.ones(1), torch.zeros(1)])
     assert [call.args[0].numel() for call in no_gpu.communicator.broadcast.call_args_list] == [12, 4]
+
+
+@pytest.mark.parametrize("wire", [UNPACKED, PACKED], ids=["unpacked", "packed"])
+def test_what_is_being_sent_lives_until_the_device_has_passed_it_and_no_longer(no_gpu: SimpleNamespace, wire: Wire) -> None:
+    """A broadcast is only enqueued when it returns: memory that was given back would be sent as somebody else's bytes."""
+    sent: list[weakref.ref[torch.Tensor]] = []
+
+    def broadcast(buffer: torch.Tensor, src: int, stream: Any) -> None:
+        sent.append(weakref.ref(buffer))
+
+    group = open_group(wire)
+    # Not the fixture's: a mock keeps its arguments.
+    group._communicator = SimpleNamespace(broadcast=broadcast, device=CPU, disabled=False, available=True)
+    no_gpu.passed.clear()
+    first, second = group.send([torch.ones(2), torch.ones(1)]), group.send([torch.zeros(4)])
+    assert not first.poll() and not second.poll()
+    assert len(sent) == (3 if wire is UNPACKED else 2) and all(buffer() is not None for buffer in sent)
+    del second  # the group itself keeps what is on its way
+    assert all(buffer() is not None for buffer in sent)
+    no_gpu.passed.set()
+    assert first.poll()
+    assert [buffer() is None for buffer in sent] == [True] * (len(sent) - 1) + [False], "a bucket that is through gives back"
+    group.send([torch.ones(1)])
+    assert [buffer() is None for buffer in sent] == [True] * (len(sent) - 1) + [False], "and so do those that nobody polls"
 
 
 def test_packed_refuses_what_vllm_cannot_unpack(no_gpu: SimpleNamespace) -> None:
