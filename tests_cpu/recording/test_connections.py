@@ -16,7 +16,7 @@ from harness.recording.log import actor_calls
 from harness.recording.model import small_table
 from harness.recording.world import RankContext, RunResult
 from staged_sync import transfer_group
-from staged_sync.errors import CompletenessError, ConfigurationError, UpdateFailed
+from staged_sync.errors import CompletenessError, ConfigurationError, DeadlineExceeded, UpdateFailed
 from tests_cpu.recording.failing import failing_job
 
 
@@ -27,6 +27,10 @@ def connect_each(job: RecordingJob, engines_of: Callable[[int], list[int]]) -> R
         job.updaters[context.rank].connect_rollout_engines([job.world.handles[i] for i in chosen], job.world.lock.handle,
                                                            [job.counts[i] for i in chosen])
     return job.world.run(connect)
+
+
+def disconnect(job: RecordingJob, ranks: list[int]) -> None:
+    job.world.run(lambda context: job.updaters[context.rank].disconnect_rollout_engines(), ranks=ranks).check()
 
 
 def one_text(result: RunResult, kind: type[Exception]) -> str:
@@ -81,6 +85,99 @@ def test_a_refused_connect_leaves_nobody_connected() -> None:
     with RecordingJob(pp=2) as job:
         job.connect().check()
         one_text(job.connect(counts=[1, 1]), ConfigurationError)
+        assert "no rollout engines are connected" in one_text(job.update(), ConfigurationError)
+
+
+@pytest.mark.parametrize("alone", [0, 1])
+def test_a_rank_without_a_connection_tells_the_others_why_it_does_not_come(alone: int) -> None:
+    with failing_job(Faults(), pp=2) as job:
+        job.connect().check()
+        disconnect(job, [alone])
+        result = job.update()
+        assert type(result.errors[alone]) is ConfigurationError
+        assert type(result.errors[1 - alone]) is UpdateFailed
+        assert f"rank {alone} left update_weights: no rollout engines are connected on rank {alone}" in str(
+            result.errors[1 - alone])
+        assert not any(engine.paused for engine in job.world.engines), "nothing was touched"
+        job.connect().check()
+        job.update().check()
+        assert job.differences() == []
+
+
+def test_ranks_without_a_connection_are_told_so_at_once_however_often_they_try() -> None:
+    with failing_job(Faults(), tp=2, pp=2) as job:
+        job.connect().check()
+        disconnect(job, [0, 1, 2, 3])
+        for _ in range(2):
+            result = job.update()
+            assert {type(error) for error in result.errors.values()} == {ConfigurationError} and len(result.errors) == 4
+            assert result.elapsed_s == 0
+        job.connect().check()
+        job.update().check()
+        assert job.differences() == []
+
+
+def test_an_interrupt_while_a_rank_looks_around_is_heard_by_the_others() -> None:
+    def interrupted() -> list[str]:
+        raise KeyboardInterrupt
+
+    with failing_job(Faults(), pp=2) as job:
+        job.connect().check()
+        job.exporters[1].problems = interrupted  # type: ignore[method-assign]
+        result = job.connect()
+        assert type(result.errors[1]) is KeyboardInterrupt
+        assert "rank 1 left connect_rollout_engines: KeyboardInterrupt" in str(result.errors[0])
+        del job.exporters[1].problems
+        job.connect().check()
+        job.update().check()
+        assert job.differences() == []
+
+
+def test_an_error_of_our_own_that_one_rank_meets_alone_at_connect_is_heard_by_the_others() -> None:
+    def silent(target: Any) -> str:
+        raise DeadlineExceeded("the engine's actor does not say who it is")
+
+    with failing_job(Faults(), tp=2) as job:
+        seam = job.world.contexts[1].seam
+        seam.identity = silent  # type: ignore[method-assign]
+        result = job.connect()
+        assert {type(error) for error in result.errors.values()} == {UpdateFailed}
+        assert all("does not say who it is" in str(error) for error in result.errors.values())
+        assert "rank 1 left connect_rollout_engines" in str(result.errors[0])
+        del seam.identity
+        job.connect().check()
+        job.update().check()
+        assert job.differences() == []
+
+
+def stuck_at_close(job: RecordingJob) -> None:
+    """The persistent group of rank 0 cannot be closed any more."""
+    group = job.updaters[0]._rank.source.group
+    assert group is not None
+    real = group._group.close
+
+    def close(*, timeout_s: float) -> None:
+        real(timeout_s=timeout_s)
+        raise DeadlineExceeded("the communicator does not go away")
+
+    group._group.close = close  # type: ignore[method-assign]
+
+
+def test_a_group_that_cannot_be_closed_does_not_stop_its_source_from_connecting_others() -> None:
+    with failing_job(Faults(), tp=2, engines=[1, 1]) as job:
+        connect_each(job, lambda rank: [0]).check()
+        job.update().check()
+        stuck_at_close(job)
+        connect_each(job, lambda rank: [1]).check()
+        job.update().check()
+        assert [line for line in job.differences() if not line.startswith("engine0/")] == []
+
+
+def test_a_group_that_cannot_be_closed_is_disconnected_all_the_same() -> None:
+    with failing_job(Faults()) as job:
+        job.connect().check()
+        stuck_at_close(job)
+        disconnect(job, [0])
         assert "no rollout engines are connected" in one_text(job.update(), ConfigurationError)
 
 
