@@ -77,7 +77,8 @@ class UpdateWeightFromDistributed:
         self._exporter = exporter
         self._bridge = bridge
         self._link: Connection | None = None
-        self._up_to_date: tuple[Any, ...] | None = None  # engines of the last complete update; None before the first
+        # Both hold what `_names` says, so that a replaced engine is not kept alive:
+        self._up_to_date: list[Any] | None = None  # engines of the last complete update; before it, of the first connect
         self._unclean: list[Any] = []  # engines that a failed update has left in a session, or with parts of one
         self.rollout_engines: Sequence[Any] = ()
         self.rollout_engine_lock: Any = None
@@ -124,7 +125,9 @@ class UpdateWeightFromDistributed:
                         rollout_engines, counts, rollout_engine_lock)):
                     self._leave_group()
                 self._try_the_way(link)
-            self._unclean += [rollout_engines[i] for i in link.unclean]
+            self._note_unclean([rollout_engines[i] for i in link.unclean])
+            if self._up_to_date is None:
+                self._up_to_date = self._names(link.fleet.engines)
             self._link = link
 
     @contextmanager
@@ -255,26 +258,32 @@ class UpdateWeightFromDistributed:
         match update.state():
             case "poisoned":
                 self.poisoned = what_happened
-                self._unclean += link.fleet.engines
+                self._note_unclean(link.fleet.engines)
             case "published":
                 self._published(link, update.version)
 
     def _published(self, link: Connection, version: int) -> None:
         self.weight_version = version
         self.poisoned = None
-        self._up_to_date = link.fleet.engines
-        self._unclean = [engine for engine in self._unclean if not _among(engine, link.fleet.engines)]
+        self._up_to_date = self._names(link.fleet.engines)
+        self._unclean = [name for name in self._unclean if name not in self._up_to_date]
 
     def _may_resume(self, link: Connection) -> list[int]:
         """Engines that hold the last published weights: they may serve again if nothing has been touched."""
-        if self.poisoned is not None:
+        if self.poisoned is not None or self._up_to_date is None:
             return []
-        known = link.fleet.engines if self._up_to_date is None else self._up_to_date
-        return self._indices_of([engine for engine in known if not _among(engine, self._unclean)], link)
+        return self._indices_of([name for name in self._up_to_date if name not in self._unclean], link)
 
-    @staticmethod
-    def _indices_of(engines: Sequence[Any], link: Connection) -> list[int]:
-        return [i for i, engine in enumerate(link.fleet.engines) if _among(engine, engines)]
+    def _note_unclean(self, engines: Sequence[Any]) -> None:
+        self._unclean += [name for name in self._names(engines) if name not in self._unclean]
+
+    def _names(self, engines: Sequence[Any]) -> list[Any]:
+        """What engines are remembered by: who they are, or the handle where it does not say. A Ray handle would keep its actor
+        alive, and by that the GPU of an engine that was replaced."""
+        return [self._rank.seam.identity(engine) or engine for engine in engines]
+
+    def _indices_of(self, names: Sequence[Any], link: Connection) -> list[int]:
+        return [i for i, name in enumerate(self._names(link.fleet.engines)) if name in names]
 
     def _account(self, reports: Sequence[StageReport]) -> None:
         metrics = self._rank.metrics
@@ -302,9 +311,5 @@ class UpdateWeightFromDistributed:
         try:
             yield
         finally:
+            self._rank.trace.forget_error()
             self._busy.release()
-
-
-def _among(engine: Any, engines: Sequence[Any]) -> bool:
-    """Identity, as far as handles have one: a deserialised Ray handle is equal to the other handles of its actor."""
-    return any(engine is other or engine == other for other in engines)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -9,15 +11,17 @@ from typing import Any
 import pytest
 
 from harness.faults import Faults
+from harness.recording.bridge import bridge
 from harness.recording.engines import EngineOptions
 from harness.recording.job import RecordingJob
 from harness.recording.lock import StubLock
 from harness.recording.log import actor_calls
 from harness.recording.model import small_table
+from harness.recording.server import Handle
 from harness.recording.world import RankContext, RunResult
-from staged_sync import transfer_group
+from staged_sync import rank, transfer_group
 from staged_sync.errors import CompletenessError, ConfigurationError, DeadlineExceeded, UpdateFailed
-from tests_cpu.recording.failing import failing_job
+from tests_cpu.recording.failing import CALL_S, GRACE_S, failing_job
 
 
 def connect_each(job: RecordingJob, engines_of: Callable[[int], list[int]]) -> RunResult:
@@ -55,6 +59,23 @@ def test_ranks_with_another_wire_are_refused() -> None:
         job.updaters[1]._rank = replace(job.updaters[1]._rank, settings=replace(settings, packed=not settings.packed))
         text = one_text(job.connect(), ConfigurationError)
     assert "the wire must be the same on every rank: rank 1 has" in text
+
+
+@pytest.mark.parametrize(("field", "setting"), [
+    ("bucket_bytes", "update_weight_buffer_size"), ("call_s", "update_weight_call_timeout"),
+    ("phase_s", "update_weight_phase_timeout"), ("update_s", "update_weight_timeout"),
+])
+def test_ranks_that_would_not_keep_the_same_pace_are_refused(field: str, setting: str) -> None:
+    """With another bucket size a rank waits in a barrier while the others are inside the exporter's next collective."""
+    with failing_job(Faults(), pp=2, make_exporter=bridge("pipeline_collective", ("pp",))) as job:
+        settings = job.updaters[1]._rank.settings
+        other = (replace(settings, bucket_bytes=10**6) if field == "bucket_bytes" else
+                 replace(settings, timeouts=replace(settings.timeouts, **{field: getattr(settings.timeouts, field) + 1})))
+        job.updaters[1]._rank = replace(job.updaters[1]._rank, settings=other)
+        result = job.connect()
+        text = one_text(result, ConfigurationError)
+        assert f"args.{setting} must be the same on every rank: rank 1 has" in text and len(text.splitlines()) == 2
+        assert result.elapsed_s == 0
 
 
 def test_an_engine_named_twice_is_refused() -> None:
@@ -205,6 +226,78 @@ def test_engines_of_a_failed_update_are_cleared_also_when_others_were_updated_in
         told = actor_calls(job.update().check().events, "engine0")
     clears = told.index("handle update_weights_from_distributed")
     assert clears < told.index("handle start_weight_update"), told
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["tells", "plain vime"])
+def test_an_engine_that_came_before_the_first_complete_update_stays_paused_with_what_it_was_born_with(plain: bool) -> None:
+    """The engines of the first connect hold what the trainer began with; one that has replaced them may hold anything."""
+    faults = Faults()
+    with failing_job(faults, pp=2, engines=[1, EngineOptions(plain_vime=plain)]) as job:
+        for engine, serves in ((0, True), (1, False)):
+            connect_each(job, lambda rank, engine=engine: [engine]).check()  # type: ignore[misc]
+            faults.engine_error(engine=engine, method="flush_cache")
+            one_text(job.update(), UpdateFailed)
+            assert job.world.engines[engine].paused is not serves
+        job.update().check()
+        assert not job.world.engines[1].paused
+
+
+def test_a_replaced_engine_is_not_held_on_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A handle keeps an actor alive, and by that its GPU."""
+    monkeypatch.setattr(rank.logger, "disabled", True)  # pytest keeps what is logged, and with it an error's frames
+    faults = Faults()
+    mine: list[weakref.ref[Any]] = []
+
+    def handles(context: RankContext, engines: list[Any]) -> list[Any]:
+        copies = [Handle(engine._server) for engine in engines]  # as every rank deserialises its own
+        mine.extend(weakref.ref(handle) for handle in copies)
+        return copies
+
+    with failing_job(faults, pp=2, engines=[1, 1], engine_handles=handles) as job:
+        job.connect(handles=job.world.handles[:1], counts=[1]).check()
+        faults.fail_at(rank=1, event="send", stage=1)
+        one_text(job.update(), UpdateFailed)
+        job.connect(handles=job.world.handles[1:], counts=[1]).check()
+        job.update().check()
+        job.world.engines[0]._busy.clear()  # the stub's last error, which was raised in the lead as it is
+        gc.collect()
+        assert [handle() for handle in mine[:2]] == [None, None]
+        assert None not in [handle() for handle in mine[2:]]
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["tells", "plain vime"])
+def test_an_unclean_engine_that_does_not_answer_is_the_only_one_that_is_blamed(plain: bool) -> None:
+    faults = Faults()
+    with failing_job(faults, pp=2, engines=[1, EngineOptions(plain_vime=plain)]) as job:
+        job.connect().check()
+        faults.fail_at(rank=1, event="send", stage=1)
+        one_text(job.update(), UpdateFailed)
+        faults.never_answers(engine=1, method="update_weights_from_distributed")  # which clears what the update has left
+        result = job.update()
+        text = one_text(result, UpdateFailed)
+        assert "still waiting for flush_cache of rollout engine 1" in text and "engine 0" not in text
+        assert result.elapsed_s <= CALL_S + 3 * GRACE_S
+
+
+def test_ranks_in_different_calls_are_told_who_is_in_which() -> None:
+    with failing_job(Faults(), pp=2) as job:
+        job.connect().check()
+
+        def different(context: RankContext) -> None:
+            updater = job.updaters[context.rank]
+            if context.rank == 0:
+                updater.update_weights()
+            else:
+                updater.connect_rollout_engines(job.world.handles, job.world.lock.handle, job.counts)
+
+        result = job.world.run(different)
+        assert [type(result.errors[rank]) for rank in (0, 1)] == [UpdateFailed, ConfigurationError]
+        assert all("rank 0 is in update_weights, rank 1 is in connect_rollout_engines" in str(error)
+                   for error in result.errors.values()), result.errors
+        assert result.elapsed_s == 0 and not any(engine.paused for engine in job.world.engines)
+        job.connect().check()
+        job.update().check()
+        assert job.differences() == []
 
 
 @pytest.mark.parametrize("plain", [False, True], ids=["tells", "plain vime"])
