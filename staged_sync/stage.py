@@ -18,7 +18,6 @@ from staged_sync.exporter import NamedTensor
 from staged_sync.plan import Role, Send, group_name
 from staged_sync.rank import FirstFailure, Rank
 
-
 NOBODY_LOOKS = contextlib.suppress(Exception)
 """Around the progress bar: a terminal that has gone away must not fail an update, nor hide why one failed."""
 

@@ -21,6 +21,7 @@ from harness.recording.server import Handle
 from harness.recording.world import RankContext, RunResult
 from staged_sync import rank, transfer_group
 from staged_sync.errors import CompletenessError, ConfigurationError, DeadlineExceeded, UpdateFailed
+from staged_sync.session import Fleet
 from tests_cpu.recording.failing import CALL_S, GRACE_S, failing_job
 
 
@@ -213,9 +214,10 @@ def test_ranks_that_hold_different_connections_do_not_update_together() -> None:
         assert not any(engine.paused for engine in job.world.engines), "nothing was touched"
 
 
-def test_engines_of_a_failed_update_are_cleared_also_when_others_were_updated_in_between() -> None:
+@pytest.mark.parametrize("plain", [False, True], ids=["tells", "plain vime"])
+def test_engines_of_a_failed_update_are_cleared_also_when_others_were_updated_in_between(plain: bool) -> None:
     faults = Faults()
-    with failing_job(faults, pp=2, engines=[1, 1]) as job:
+    with failing_job(faults, pp=2, engines=[EngineOptions(plain_vime=plain), 1]) as job:
         connect_each(job, lambda rank: [0]).check()
         faults.fail_at(rank=1, event="send", stage=1)
         one_text(job.update(), UpdateFailed)
@@ -226,6 +228,8 @@ def test_engines_of_a_failed_update_are_cleared_also_when_others_were_updated_in
         told = actor_calls(job.update().check().events, "engine0")
     clears = told.index("handle update_weights_from_distributed")
     assert clears < told.index("handle start_weight_update"), told
+    # One that says nothing may hold parts of the old session's layers: an empty session comes first.
+    assert told.count("handle start_weight_update") == told.count("handle finish_weight_update") == (2 if plain else 1)
 
 
 @pytest.mark.parametrize("plain", [False, True], ids=["tells", "plain vime"])
@@ -315,6 +319,10 @@ def test_a_session_that_a_trainer_before_this_one_has_left_open_is_cleared(plain
         job.connect().check()
         result = job.update()
         assert result.errors == {} and job.differences() == []
+        if plain:  # refused; an empty session, for what the old one has left in layers; the real one
+            told = actor_calls(result.events, "engine0")
+            assert [call.split("_")[0] for call in told if call in ("handle start_weight_update", "handle finish_weight_update")
+                    ] == ["handle start", "handle start", "handle finish", "handle start", "handle finish"]
         # A plain engine does not say that a session is open, so its cache is flushed inside it.
         assert len(result.violations) == (1 if plain else 0), result.violations
 
@@ -330,6 +338,64 @@ def test_versions_stay_together_when_one_rank_leaves_while_engines_are_resumed(r
         job.step = 2
         job.update().check()
         assert {updater.weight_version for updater in job.updaters} == {int(job.world.engines[0].version)} == {2}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_versions_come_together_again_when_one_rank_does_not_see_the_last_one_published(rank: int) -> None:
+    faults = Faults()
+    with failing_job(faults, pp=2) as job:
+        job.connect().check()
+        done = [event.detail for event in job.update().check().events if (event.rank, event.event) == (rank, "barrier.done")]
+        faults.fail_at(rank=rank, event="barrier.done", nth=done.index("published"))
+        job.update()
+        faults.assert_all_fired()
+        assert sorted(updater.weight_version for updater in job.updaters) == [1, 2]
+        job.update().check()
+        versions = {updater.weight_version for updater in job.updaters}
+        assert versions == {int(job.world.engines[0].version)} == {job.updaters[0].weight_version}
+
+
+def test_what_one_rank_knows_of_a_failed_update_counts_for_all() -> None:
+    """Rank 1 leaves with the news that all are paused; the others start, and wait for it."""
+    faults = Faults()
+    with failing_job(faults, pp=2) as job:
+        job.connect().check()
+        faults.fail_at(rank=1, event="barrier.done")
+        job.update()
+        faults.assert_all_fired()
+        assert [updater.poisoned is None for updater in job.updaters] == [False, True]
+        faults.engine_error(engine=0, method="pause_generation")
+        result = job.update()
+        assert "must not serve" in one_text(result, UpdateFailed)
+        assert [error.state for error in result.errors.values() if isinstance(error, UpdateFailed)] == ["poisoned"] * 2
+
+
+def test_a_group_that_an_engine_does_not_hold_any_more_is_opened_anew() -> None:
+    """Somebody else has used the engine in between, or its workers were restarted behind the same handle."""
+    with RecordingJob(engines=[1, 1]) as job:
+        job.connect().check()
+        job.update().check()
+
+        def drop(context: RankContext) -> None:
+            work = context.seam.call(job.world.handles[1], "destroy_weights_update_group", group_name="vime-pp_0")
+            assert context.seam.wait_any([work], timeout_s=10)
+            work.result()
+
+        job.world.run(drop).check()
+        job.connect().check()
+        job.step = 2
+        job.update().check()
+        assert job.differences() == []
+
+
+def test_a_fleet_is_another_one_with_other_engines_counts_or_lock() -> None:
+    engines, lock = [object(), object()], object()
+    fleet = Fleet(tuple(engines), (1, 2), lock, (True, True))
+    assert fleet.same_as(engines, [1, 2], lock)
+    assert not fleet.same_as(engines, [2, 1], lock)
+    assert not fleet.same_as(engines, [1, 2], object())
+    assert not fleet.same_as(engines[::-1], [1, 2], lock)
+    assert not fleet.same_as(engines[:1], [1], lock)
 
 
 @pytest.mark.parametrize("broken", ["optional", "describe", "gathers", "problems"])
