@@ -18,7 +18,7 @@ import torch
 
 from staged_sync.completeness import CheckpointIndexError, coverage_problems, read_index
 from staged_sync.config import Settings
-from staged_sync.control import Control, Deadline, Status
+from staged_sync.control import CALL, Control, Deadline, Status, different_calls
 from staged_sync.engines.info import EngineInfo
 from staged_sync.errors import CompletenessError, ConfigurationError, TransportError, bullets
 from staged_sync.exporter import Exporter, Part, TensorMeta
@@ -119,8 +119,10 @@ def negotiate(seam: Seam, trace: Trace, control: Control, settings: Settings, lo
     wire = Wire(seam.backend, settings.packed, settings.packed_buffer_bytes)
     mine = _introduce(seam, local) | {
         "engines": [[seam.identity(engine), count] for engine, count in zip(engines, counts, strict=False)],
-        "wire": [*astuple(wire), settings.post_process]}
+        "wire": [*astuple(wire), settings.post_process], "pace": _pace(settings), CALL: "connect_rollout_engines"}
     statuses = control.barrier("connect", Status(data=mine), timeout_s=timeout_s)
+    if calls := different_calls(statuses):
+        raise ConfigurationError([calls])
     _raise_problems(statuses)
     if problems := _different(statuses):
         raise ConfigurationError(problems)
@@ -163,6 +165,14 @@ def _introduce(seam: Seam, local: Local) -> dict[str, Any]:
             "announces": [[m.name, str(m.dtype).removeprefix("torch."), list(m.shape)] for m in local.announces]}
 
 
+def _pace(settings: Settings) -> dict[str, float]:
+    """What ranks must share to come to the same barriers, by its name in args: the buckets of an export that all ranks iterate
+    end in one, and a rank that gives up before the others is taken for an absent one."""
+    timeouts = settings.timeouts
+    return {"update_weight_buffer_size": settings.bucket_bytes, "update_weight_call_timeout": timeouts.call_s,
+            "update_weight_phase_timeout": timeouts.phase_s, "update_weight_timeout": timeouts.update_s}
+
+
 def _metas(announces: Sequence[Sequence[Any]]) -> tuple[TensorMeta, ...]:
     return tuple(TensorMeta(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in announces)
 
@@ -186,7 +196,7 @@ def _raise_problems(statuses: Sequence[Status]) -> None:
 
 
 def _different(statuses: Sequence[Status]) -> list[str]:
-    """What must be the same on all ranks and is not: the engines, in order, and the wire."""
+    """What must be the same on all ranks and is not: the engines, in order, the wire, and the pace."""
     lead, problems = statuses[Topology.LEAD].data, []
     for rank, status in enumerate(statuses):
         if _shown(status.data["engines"], lead["engines"]) != _shown(lead["engines"], status.data["engines"]):
@@ -196,6 +206,9 @@ def _different(statuses: Sequence[Status]) -> list[str]:
         if status.data["wire"] != lead["wire"]:
             problems.append(f"the wire must be the same on every rank: rank {rank} has {status.data['wire']}, rank "
                             f"{Topology.LEAD} has {lead['wire']} (backend, packed, bytes of a packed chunk, post-processing)")
+        problems += [f"args.{setting} must be the same on every rank: rank {rank} has {value}, rank {Topology.LEAD} has "
+                     f"{lead['pace'][setting]}" for setting, value in status.data["pace"].items()
+                     if value != lead["pace"][setting]]
     return problems
 
 

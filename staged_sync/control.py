@@ -8,7 +8,7 @@ at the next update.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -57,6 +57,20 @@ class Status(NamedTuple):
 
 
 NOTHING_TO_SAY = Status()
+
+CALL = "call"
+"""In the first status of every call of the library: which one it is."""
+
+
+def different_calls(statuses: Sequence[Status]) -> str:
+    """Who is in which call, where not all ranks are in the same one; else empty. Asked of the first statuses of a call."""
+    firsts: dict[str, int] = {}
+    for rank, status in enumerate(statuses):
+        firsts.setdefault(status.data[CALL], rank)
+    if len(firsts) == 1:
+        return ""
+    return (f"{', '.join(f'rank {rank} is in {call}' for call, rank in firsts.items())}. Each is a collective over all trainer "
+            f"ranks: call connect_rollout_engines() on every rank, then update_weights() on every rank")
 
 
 class Control:

@@ -149,7 +149,7 @@ class Seam(Protocol):
         """`target.method.remote(**kwargs)`; returns at once."""
 
     def identity(self, target: Any) -> str:
-        """What this engine is on every rank alike (a Ray actor's id), "" where handles do not say."""
+        """What this engine alone is, on every rank and in every handle alike (a Ray actor's id); "" where handles do not say."""
 
     def has_method(self, target: Any, method: str) -> bool:
         """Whether `target.method` exists, without calling it (a Ray handle knows its class' methods)."""

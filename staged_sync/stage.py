@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
@@ -16,6 +17,9 @@ from staged_sync.errors import CompletenessError, GatherError
 from staged_sync.exporter import NamedTensor
 from staged_sync.plan import Role, Send, group_name
 from staged_sync.rank import FirstFailure, Rank
+
+NOBODY_LOOKS = contextlib.suppress(Exception)
+"""Around the progress bar: a terminal that has gone away must not fail an update, nor hide why one failed."""
 
 
 class Stage:
@@ -52,7 +56,8 @@ class Stage:
     def end(self) -> None:
         """Take the progress bar away; on every path."""
         if self._bar is not None:
-            self._bar.close()
+            with NOBODY_LOOKS:
+                self._bar.close()
             self._bar = None
 
     def send(self, part: Send) -> None:
@@ -111,8 +116,9 @@ class Stage:
         if self._rank.source.group is None:
             self.open()  # pp = 1: the persistent group was closed by an earlier failure
         if self._bar is None and sys.stderr.isatty():  # elsewhere nobody sees it, and tqdm starts a thread all the same
-            self._bar = tqdm(desc=f"[{group_name(self.number)}] Update weights", unit="B", unit_scale=True, leave=False,
-                             total=sum(meta.nbytes for meta in self._link.announced[self.number]))
+            with NOBODY_LOOKS:
+                self._bar = tqdm(desc=f"[{group_name(self.number)}] Update weights", unit="B", unit_scale=True, leave=False,
+                                 total=sum(meta.nbytes for meta in self._link.announced[self.number]))
 
     def _gather(self, unit: Any) -> Any:
         """Gather one unit. A failure before the collective was entered is kept, and the collective is joined all the same."""
@@ -145,4 +151,5 @@ class Stage:
         self._record.bucket(bucket)
         self._bucket += 1
         if self._bar is not None:
-            self._bar.update(sum(nbytes(tensor) for _, tensor in bucket))
+            with NOBODY_LOOKS:
+                self._bar.update(sum(nbytes(tensor) for _, tensor in bucket))

@@ -117,6 +117,10 @@ class Trace:
         """Where this rank stood when `error` was raised."""
         return self._failed[1] if self._failed is not None and self._failed[0] is error else self.position
 
+    def forget_error(self) -> None:
+        """The call is over: its error belongs to the caller, and with it what its frames hold (a bucket, engine handles)."""
+        self._failed = None
+
     def waits_for(self, what: str) -> AbstractContextManager[None]:
         """Mark this rank as waiting for `what` inside the block; after an error the mark stays, for the hang report."""
         return _Waiting(self, what)

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 
 from staged_sync.completeness import StageReport, judge
 from staged_sync.connect import Connection
-from staged_sync.control import Deadline, Status
+from staged_sync.control import CALL, Deadline, Status, different_calls
 from staged_sync.errors import Aftermath, CompletenessError, Failure, RanksAbsent, UpdateFailed
 from staged_sync.hang_report import report
 from staged_sync.in_step import FIRST, TURN, other_connections, out_of_step, why_absent
@@ -114,9 +114,9 @@ class Update:
             case "pause":
                 session.pause(deadline, grace_s)
             case "flush":
-                if self._unclean:
-                    _warn(session.abandon(deadline, self._unclean))
-                session.flush(deadline, grace_s)
+                if self._unclean:  # under a deadline of its own: else one that does not answer leaves no time for any to flush
+                    _warn(session.abandon(self._rank.grace(), self._unclean))
+                session.flush(self._call_deadline(), grace_s)
             case "restore":
                 session.roll_back(self._unclean, deadline, grace_s)
                 session.restore(deadline, grace_s)
@@ -149,7 +149,7 @@ class Update:
     def _meet(self, step: Barrier) -> None:
         data: dict[str, Any] = {}
         if step.label == FIRST:
-            data = {"connection": self._link.serial, "version": self.version, "poisoned": self._poisoned}
+            data = {CALL: "update_weights", "connection": self._link.serial, "version": self.version, "poisoned": self._poisoned}
         if step.reports and self._is_source and step.stage == self._stage.number and not self._failure:
             data = {"report": self._stage.report().to_json()}
         statuses = self._agree(self._rank.control.barrier, step.label, data, step)
@@ -175,6 +175,8 @@ class Update:
             self._abort([*own, Failure(None, f"status barrier '{label}'", "RanksAbsent", f"{error}{why}")], error)
         failures = [status.failure for status in statuses if status.failure is not None] or out_of_step(statuses)
         if step is not None and step.label == FIRST:
+            if calls := different_calls(statuses):
+                self._abort([*failures, Failure(None, "comparing calls", "OutOfStep", calls)], None)
             self._poisoned = any(status.data["poisoned"] for status in statuses)
             self.version = statuses[self._link.topology.LEAD].data["version"]
             failures = failures or other_connections(statuses)

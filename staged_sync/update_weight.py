@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from staged_sync.completeness import StageReport
 from staged_sync.config import engine_counts, mode_problems, read_settings
 from staged_sync.connect import Connection, Local, check_reachable, look_around, negotiate
 from staged_sync.control import Control, Status
-from staged_sync.errors import ConfigurationError, Failure, RanksAbsent, StagedSyncError, UpdateFailed, UpdateInProgress
+from staged_sync.errors import CompletenessError, ConfigurationError, Failure, RanksAbsent, UpdateFailed, UpdateInProgress
 from staged_sync.exporter import Exporter, TensorMeta
 from staged_sync.metrics import Metrics
 from staged_sync.plan import Topology, group_name, sends
@@ -33,6 +33,11 @@ logger = logging.getLogger(__name__)
 CONNECTING = "connecting the rollout engines"
 NOTHING_DONE = ("Nothing was paused and no weights were touched. No engines are connected now: mend the cause and call "
                 "connect_rollout_engines() again on every rank.")
+
+NOT_CONNECTED = "no rollout engines are connected"
+
+AGREED = (ConfigurationError, CompletenessError, UpdateFailed)
+"""What connecting raises on all ranks alike, from what they told each other."""
 
 PLACEMENT = frozenset({"engine_parallel_configs"})
 """Keywords of newer vime releases that say where an engine runs."""
@@ -72,7 +77,8 @@ class UpdateWeightFromDistributed:
         self._exporter = exporter
         self._bridge = bridge
         self._link: Connection | None = None
-        self._up_to_date: tuple[Any, ...] | None = None  # engines of the last complete update; None before the first
+        # Both hold what `_names` says, so that a replaced engine is not kept alive:
+        self._up_to_date: list[Any] | None = None  # engines of the last complete update; before it, of the first connect
         self._unclean: list[Any] = []  # engines that a failed update has left in a session, or with parts of one
         self.rollout_engines: Sequence[Any] = ()
         self.rollout_engine_lock: Any = None
@@ -108,18 +114,20 @@ class UpdateWeightFromDistributed:
             logger.warning("connect_rollout_engines ignores keywords that it does not know: %s", ", ".join(sorted(unknown)))
         with self._exclusively("connect_rollout_engines"), rank.trace.at(phase="connect"), torch.no_grad():
             self._link = None
-            counts, problems = engine_counts(self.args, rollout_engines, engine_gpu_counts)
-            local = look_around(rank.seam, getattr(self.args, "hf_checkpoint", None), self._make_exporter,
-                                self._problems + problems)
             self._meet_all(CONNECTING)
             with self._together():
+                counts, problems = engine_counts(self.args, rollout_engines, engine_gpu_counts)
+                local = look_around(rank.seam, getattr(self.args, "hf_checkpoint", None), self._make_exporter,
+                                    self._problems + problems)
                 link = self._negotiate(local, rollout_engines, counts, rollout_engine_lock)
                 group = rank.source.group
                 if group is None or not (link.keeps_its_group and link.group_held and group.fleet.same_as(
                         rollout_engines, counts, rollout_engine_lock)):
                     self._leave_group()
                 self._try_the_way(link)
-            self._unclean += [rollout_engines[i] for i in link.unclean]
+            self._note_unclean([rollout_engines[i] for i in link.unclean])
+            if self._up_to_date is None:
+                self._up_to_date = self._names(link.fleet.engines)
             self._link = link
 
     @contextmanager
@@ -127,11 +135,11 @@ class UpdateWeightFromDistributed:
         """Inside, all ranks meet; a rank that leaves tells the others why, and no raw error of the control group gets out."""
         try:
             yield
-        except StagedSyncError as error:
-            if isinstance(error, RanksAbsent):
-                failure = Failure(None, "connecting", "RanksAbsent", str(error))
-                raise UpdateFailed([failure], what=CONNECTING, state="untouched", aftermath=NOTHING_DONE) from error
+        except AGREED:
             raise
+        except RanksAbsent as error:
+            failure = Failure(None, "connecting", "RanksAbsent", str(error))
+            raise UpdateFailed([failure], what=CONNECTING, state="untouched", aftermath=NOTHING_DONE) from error
         except BaseException as error:
             number = self._rank.number
             self._rank.control.give_up(f"rank {number} left connect_rollout_engines: {type(error).__name__}: {error}")
@@ -188,15 +196,19 @@ class UpdateWeightFromDistributed:
     def disconnect_rollout_engines(self) -> None:
         """Close the persistent transfer group, if this rank holds one, and forget the engines. Not a collective."""
         with self._exclusively("disconnect_rollout_engines"), self._rank.trace.at(phase="disconnect"):
-            self._leave_group()
             self._link = None
+            self._leave_group()
 
     def _leave_group(self) -> None:
+        """What does not work is logged: this rank holds the group no longer, and other ranks may wait for it."""
         rank = self._rank
         group, rank.source.group = rank.source.group, None
         rank.set_group_name(None)
-        if group is not None:
-            group.leave()
+        try:
+            if group is not None:
+                group.leave()
+        except Exception:
+            logger.warning("the persistent transfer group could not be closed", exc_info=True)
 
     # --- updating -------------------------------------------------------------------------------------------------------
 
@@ -209,11 +221,20 @@ class UpdateWeightFromDistributed:
         with self._exclusively("update_weights"), torch.no_grad():
             link, rank = self._link, self._rank
             if link is None:
-                raise ConfigurationError(["no rollout engines are connected: call connect_rollout_engines() first"])
+                self._tell_that_nobody_is_connected()
+                raise ConfigurationError([f"{NOT_CONNECTED}: call connect_rollout_engines() first"])
             rank.metrics.reset()
             with rank.metrics.timed("total"):
                 reports = self._update(link, self.weight_version + 1)
             self._account(reports)
+
+    def _tell_that_nobody_is_connected(self) -> None:
+        """Ranks that hold a connection wait for this one, and would only learn that it did not come."""
+        number = self._rank.number
+        with suppress(UpdateFailed):  # another rank has left before: for the same reason, or it tells its own
+            self._meet_all("weight update")
+            self._rank.control.give_up(f"rank {number} left update_weights: {NOT_CONNECTED} on rank {number}. Call "
+                                       f"connect_rollout_engines() again on every rank")
 
     def _update(self, link: Connection, version: int) -> list[StageReport]:
         rank = self._rank
@@ -237,26 +258,32 @@ class UpdateWeightFromDistributed:
         match update.state():
             case "poisoned":
                 self.poisoned = what_happened
-                self._unclean += link.fleet.engines
+                self._note_unclean(link.fleet.engines)
             case "published":
                 self._published(link, update.version)
 
     def _published(self, link: Connection, version: int) -> None:
         self.weight_version = version
         self.poisoned = None
-        self._up_to_date = link.fleet.engines
-        self._unclean = [engine for engine in self._unclean if not _among(engine, link.fleet.engines)]
+        self._up_to_date = self._names(link.fleet.engines)
+        self._unclean = [name for name in self._unclean if name not in self._up_to_date]
 
     def _may_resume(self, link: Connection) -> list[int]:
         """Engines that hold the last published weights: they may serve again if nothing has been touched."""
-        if self.poisoned is not None:
+        if self.poisoned is not None or self._up_to_date is None:
             return []
-        known = link.fleet.engines if self._up_to_date is None else self._up_to_date
-        return self._indices_of([engine for engine in known if not _among(engine, self._unclean)], link)
+        return self._indices_of([name for name in self._up_to_date if name not in self._unclean], link)
 
-    @staticmethod
-    def _indices_of(engines: Sequence[Any], link: Connection) -> list[int]:
-        return [i for i, engine in enumerate(link.fleet.engines) if _among(engine, engines)]
+    def _note_unclean(self, engines: Sequence[Any]) -> None:
+        self._unclean += [name for name in self._names(engines) if name not in self._unclean]
+
+    def _names(self, engines: Sequence[Any]) -> list[Any]:
+        """What engines are remembered by: who they are, or the handle where it does not say. A Ray handle would keep its actor
+        alive, and by that the GPU of an engine that was replaced."""
+        return [self._rank.seam.identity(engine) or engine for engine in engines]
+
+    def _indices_of(self, names: Sequence[Any], link: Connection) -> list[int]:
+        return [i for i, name in enumerate(self._names(link.fleet.engines)) if name in names]
 
     def _account(self, reports: Sequence[StageReport]) -> None:
         metrics = self._rank.metrics
@@ -284,9 +311,5 @@ class UpdateWeightFromDistributed:
         try:
             yield
         finally:
+            self._rank.trace.forget_error()
             self._busy.release()
-
-
-def _among(engine: Any, engines: Sequence[Any]) -> bool:
-    """Identity, as far as handles have one: a deserialised Ray handle is equal to the other handles of its actor."""
-    return any(engine is other or engine == other for other in engines)

@@ -72,6 +72,19 @@ def test_a_bar_goes_away_after_a_failure_too(bars: list[Bar]) -> None:
     assert len(bars) == 2 and all(bar.closed for bar in bars)
 
 
+@pytest.mark.parametrize("broken", ["__init__", "update", "close"])
+def test_a_terminal_that_has_gone_fails_no_update(bars: list[Bar], monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    def gone(*_: Any, **__: Any) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(Bar, broken, gone)
+    with RecordingJob(pp=2, faults=Faults().fail_at(rank=1, event="send", stage=1, nth=1)) as job:
+        job.connect().check()
+        job.update().check()
+        errors = job.update().errors
+        assert len(errors) == 2 and all("injected: rank 1" in str(error) for error in errors.values()), "the cause is told"
+
+
 def test_an_update_is_one_info_line_of_the_lead(caplog: pytest.LogCaptureFixture) -> None:
     with RecordingJob(tp=2, pp=2) as job, caplog.at_level(logging.INFO, "staged_sync"):
         job.connect().check()

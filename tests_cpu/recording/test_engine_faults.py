@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from harness.faults import Faults
+from harness.recording.kernel import Waiting
 from harness.recording.log import actor_calls, assert_story, calls
 from tests_cpu.recording.failing import (
     CALL_S,
@@ -124,6 +125,25 @@ def test_an_engine_that_refuses_to_pause_leaves_the_others_serving_their_old_wei
         ])
         assert "No weights were touched" in str(result.errors[1])
         assert actor_calls(result.events, "engine0")[-1] == "generate version None"
+
+
+def test_an_engine_that_was_only_slow_to_pause_serves_again() -> None:
+    """It is told to go on without an answer to its pause: it takes its calls one after the other."""
+    with failing_job(Faults(), engines=[1, 1], pp=2) as run:
+        run.connect().check()
+        engine = run.world.engines[1]
+        real = engine.pause_generation
+
+        def slow() -> None:
+            run.world.kernel.wait(lambda: False, Waiting("sleep", for_time=True), deadline_s=run.world.kernel.now_s + 2 * CALL_S)
+            real()
+
+        engine.pause_generation = slow  # type: ignore[method-assign]
+        result = run.update()
+        assert_none(problems_after(run, result, "rollout engine 1", limit_s=2 * CALL_S + GRACE_S))
+        later = run.world.run(lambda context: context.seam.sleep(2 * CALL_S))
+        told = [call for call in actor_calls(later.events, "engine1") if call.startswith("handle ")]
+        assert told[-1] == "handle continue_generation" and not any(engine.paused for engine in run.world.engines)
 
 
 def test_a_silent_engine_is_given_up_exactly_at_the_deadline_of_one_call() -> None:

@@ -8,10 +8,11 @@ from harness.faults import Faults
 from harness.recording.exporter import Shards
 from harness.recording.job import RecordingJob
 from harness.recording.log import order
-from harness.recording.model import StubUnit
+from harness.recording.model import StubUnit, small_table
 from staged_sync.exporter import NamedTensor
 from tests_cpu.recording.failing import (
     CALL_S,
+    DEADLINES,
     GRACE_S,
     PHASE_S,
     assert_none,
@@ -20,6 +21,7 @@ from tests_cpu.recording.failing import (
     problems_of_engines_at_rest,
     problems_of_recovery,
 )
+from tests_cpu.recording.test_rank_faults import failing
 
 
 def sleeps_once(run: RecordingJob, rank: int, step: str, label: str, seconds: float) -> Callable[[str, str], None]:
@@ -61,6 +63,30 @@ def test_a_rank_that_is_late_for_a_barrier_costs_one_update_and_one_generation()
         assert_none([f"recovery: rank {rank}: {error}" for rank, error in recovery.errors.items()])
         assert order(recovery.events, "barrier")[:2] == ["rank0: barrier control group 1", "rank1: barrier control group 1"]
         assert run.differences() == []
+
+
+def test_a_barrier_waits_no_longer_than_the_update_may_take() -> None:
+    update_s, slow_s = PHASE_S + 2 * GRACE_S, PHASE_S - GRACE_S
+    args = {**DEADLINES, "update_weight_timeout": update_s, "update_weight_buffer_size": 70}
+    faults = Faults().rank_dies(rank=1, event="barrier", stage=1)
+    with RecordingJob(pp=2, table=small_table(2, dense=2), args=args, faults=faults) as run:
+        run.connect().check()
+        run.exporters[0].before = sleeps_once(run, 0, "units", "dense", slow_s)  # type: ignore[attr-defined]
+        result = run.update()
+        assert "rank 1 did not come" in str(result.errors[0])
+        assert slow_s < result.elapsed_s <= update_s + GRACE_S
+    faults.assert_all_fired()
+
+
+def test_a_rank_that_has_failed_by_itself_says_so_when_another_one_does_not_come() -> None:
+    faults = Faults().rank_dies(rank=1, event="barrier", stage=0, nth=1)
+    with failing_job(faults, pp=2) as run:
+        run.connect().check()
+        run.exporters[0].before = failing("convert", "s0.dense0")  # type: ignore[attr-defined]
+        result = run.update()
+        faults.assert_all_fired()
+        text = str(result.errors[0])
+        assert "rank 0 (phase send, stage 0): ValueError: cannot convert s0.dense0" in text and "rank 1 did not come" in text
 
 
 def test_a_tensor_lost_on_the_way_is_caught_before_finish() -> None:
