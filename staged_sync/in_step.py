@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from staged_sync.connect import Connection
-from staged_sync.control import Status
+from staged_sync.control import CALL, Status
 from staged_sync.errors import Failure, RanksAbsent
 from staged_sync.plan import Barrier
 
@@ -17,6 +18,12 @@ FIRST = "paused"
 
 WRONG_CONTRACT = ("exporter declared stage_local but behaves as pipeline-collective: it waits for ranks of other stages, which "
                   "a stage-local export leaves out. Declare it pipeline_collective (docs/bridge.md)")
+
+
+def first_words(*, connection: str, version: int, poisoned: bool) -> dict[str, Any]:
+    """What every rank brings to the first status barrier. `connection`: the serial of what it agreed on at connect, "" without;
+    `version`: what it would publish next; `poisoned`: whether it knows of a failed update that was not made good."""
+    return {CALL: "update_weights", "connection": connection, "version": version, "poisoned": poisoned}
 
 
 def out_of_step(statuses: Sequence[Status]) -> list[Failure]:

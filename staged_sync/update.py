@@ -13,10 +13,10 @@ from typing import Any, NoReturn, TypeVar
 
 from staged_sync.completeness import StageReport, judge
 from staged_sync.connect import Connection
-from staged_sync.control import CALL, Deadline, Status, different_calls
+from staged_sync.control import Deadline, Status, different_calls
 from staged_sync.errors import Aftermath, CompletenessError, Failure, RanksAbsent, UpdateFailed
 from staged_sync.hang_report import report
-from staged_sync.in_step import FIRST, TURN, other_connections, out_of_step, why_absent
+from staged_sync.in_step import FIRST, TURN, first_words, other_connections, out_of_step, why_absent
 from staged_sync.plan import Barrier, Close, Lead, LeadAction, Open, Phase, Send, Step, Synchronize, takes_part
 from staged_sync.rank import FirstFailure, Rank
 from staged_sync.session import Session
@@ -149,7 +149,7 @@ class Update:
     def _meet(self, step: Barrier) -> None:
         data: dict[str, Any] = {}
         if step.label == FIRST:
-            data = {CALL: "update_weights", "connection": self._link.serial, "version": self.version, "poisoned": self._poisoned}
+            data = first_words(connection=self._link.serial, version=self.version, poisoned=self._poisoned)
         if step.reports and self._is_source and step.stage == self._stage.number and not self._failure:
             data = {"report": self._stage.report().to_json()}
         statuses = self._agree(self._rank.control.barrier, step.label, data, step)

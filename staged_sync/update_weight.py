@@ -21,6 +21,7 @@ from staged_sync.connect import Connection, Local, check_reachable, look_around,
 from staged_sync.control import Control, Status
 from staged_sync.errors import CompletenessError, ConfigurationError, Failure, RanksAbsent, UpdateFailed, UpdateInProgress
 from staged_sync.exporter import Exporter, TensorMeta
+from staged_sync.in_step import FIRST, first_words
 from staged_sync.metrics import Metrics
 from staged_sync.plan import Topology, group_name, sends
 from staged_sync.rank import FirstFailure, Rank, SourceState
@@ -229,12 +230,14 @@ class UpdateWeightFromDistributed:
             self._account(reports)
 
     def _tell_that_nobody_is_connected(self) -> None:
-        """Ranks that hold a connection wait for this one, and would only learn that it did not come."""
-        number = self._rank.number
-        with suppress(UpdateFailed):  # another rank has left before: for the same reason, or it tells its own
+        """Ranks that hold a connection wait for this one in the first barrier, and would only learn that it did not come."""
+        rank, timeouts = self._rank, self._rank.settings.timeouts
+        failure = Failure(rank.number, "phase pause", "ConfigurationError", f"{NOT_CONNECTED} on rank {rank.number}. Call "
+                          f"connect_rollout_engines() again on every rank")
+        words = first_words(connection="", version=self.weight_version + 1, poisoned=self.poisoned is not None)
+        with suppress(UpdateFailed, RanksAbsent):  # some other rank did not come: this one has its own reason to raise
             self._meet_all("weight update")
-            self._rank.control.give_up(f"rank {number} left update_weights: {NOT_CONNECTED} on rank {number}. Call "
-                                       f"connect_rollout_engines() again on every rank")
+            rank.control.barrier(FIRST, Status(failure, words), timeout_s=timeouts.phase_s + timeouts.grace_s)
 
     def _update(self, link: Connection, version: int) -> list[StageReport]:
         rank = self._rank
