@@ -107,23 +107,29 @@ class Launcher:
             raise WorldError(f"launcher {self.pid} was still there 5 s after SIGKILL")
 
 
+MOST_WORLDS = 3
+"""Kept alive at once: an idle rank wakes a hundred times a second for each of its thirty gloo groups, which slows all others."""
+
+
 class WorldPool:
-    """`get` a world of some topology: the cached one where it is fit, a new one otherwise."""
+    """`get` a world of some topology: the cached one where it is fit, a new one otherwise, in place of the one that was not asked
+    for the longest."""
 
     def __init__(self, modules: tuple[str, ...] = HEAVY, root: Path | None = None) -> None:
         """`root` is where worlds have their files; those of a world that did not end well stay there."""
         self._modules = modules
         self._root = root
         self._host: HostProcess | None = None
-        self._worlds: dict[Topology, World] = {}
+        self._worlds: dict[Topology, World] = {}  # the one asked for last comes last
 
     def get(self, topology: Topology) -> World:
-        world = self._worlds.get(topology)
-        if world is not None and world.responsive(Deadline.after(_ANSWER_WITHIN_S)):
-            return world
-        if world is not None:
+        world = self._worlds.pop(topology, None)
+        if world is not None and not world.responsive(Deadline.after(_ANSWER_WITHIN_S)):
             world.close()
-        self._worlds[topology] = world = self._start(topology)
+            world = None
+        while len(self._worlds) >= MOST_WORLDS:
+            self._worlds.pop(next(iter(self._worlds))).close()
+        self._worlds[topology] = world = world or self._start(topology)
         return world
 
     def close(self) -> None:

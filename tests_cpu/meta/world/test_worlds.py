@@ -181,3 +181,12 @@ def test_closing_a_pool_leaves_no_process_and_no_file_behind(tmp_path: Path) -> 
     pool.close()
     assert all(Life(pid).wait(SOON_S) for pid in pids)
     assert not directory.exists()
+
+
+def test_the_world_that_was_not_asked_for_the_longest_makes_room(pool: WorldPool, world: World,
+                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.world.pool.MOST_WORLDS", 1)
+    old = [state.supervisor_pid for state in world.hub.ranks]
+    other = pool.get(Topology(engines=1))
+    assert all(Life(pid).wait(SOON_S) for pid in old)
+    assert pool.get(Topology(engines=1)) is other
