@@ -154,7 +154,7 @@ class Kernel:
                 runnable = [task for task in tasks if task.ready is None or task.ready()]
                 if runnable:
                     self._current = previous = self.scheduler(runnable, previous)
-                    previous.greenlet.switch(previous)  # type: ignore[union-attr]
+                    previous.greenlet.switch()  # type: ignore[union-attr]
                     if previous.finished:
                         tasks.remove(previous)
                 elif all(task.daemon for task in tasks):
@@ -204,14 +204,15 @@ class Kernel:
         while self._idle:
             self._idle.pop().throw(GreenletExit)
 
-    def _carry(self, task: Task) -> None:
+    def _carry(self) -> None:
         """What a greenlet does: one task after the other, since to make a greenlet takes longer than most tasks do."""
         while True:
+            task = self._current or self._nobody_waits()
             self._body(task)
             self._idle.append(getcurrent())
             task.greenlet = None
             del task  # or what it held would live as long as this greenlet is idle
-            task = self._hub.switch()
+            self._hub.switch()
 
     def _body(self, task: Task) -> None:
         try:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
+
 import pytest
+from greenlet import getcurrent, greenlet
 
 from harness.faults import Faults
 from harness.recording.job import RecordingJob
@@ -139,6 +143,46 @@ def test_round_robin_is_fair_and_repeats_itself() -> None:
         return said
 
     assert order() == order() == ["a0", "b0", "c0", "a1", "b1", "c1"]
+
+
+class Held:
+    """What a task has in its hands."""
+
+
+def test_tasks_share_a_greenlet_one_after_the_other_and_what_one_held_is_freed_when_it_ends() -> None:
+    ran_in: list[greenlet] = []
+    held: list[weakref.ref[Held]] = []
+
+    def short(thing: Held) -> None:
+        ran_in.append(getcurrent())
+        held.append(weakref.ref(thing))
+
+    def spawns(context: RankContext) -> None:
+        kernel = context.world.kernel
+        for _ in range(3):
+            task = kernel.spawn("short", functools.partial(short, Held()), daemon=True)
+            kernel.wait(lambda task=task: task.finished, Waiting("short"), deadline_s=1)  # type: ignore[misc]
+            del task
+            assert held[-1]() is None
+
+    with RecordingWorld() as world:
+        world.run(spawns).check()
+    assert len(set(ran_in)) == 1 and ran_in[0].dead
+
+
+def test_unwinding_an_old_run_leaves_alone_who_runs_in_its_greenlets_now() -> None:
+    """A rank that died keeps its greenlet; those of ranks that came to their end serve the next run."""
+    kernel = Kernel()
+    ended = kernel.spawn("ended", lambda: 1)
+    died = kernel.spawn("died", kernel.die)
+    kernel.run()
+    waits = kernel.spawn("waits", lambda: kernel.wait(never, Waiting("for long"), deadline_s=1), daemon=True)
+    kernel.spawn("other", lambda: None)
+    kernel.run()
+    kernel.kill([ended, died])
+    assert kernel.blocked() == [waits] and not waits.finished
+    kernel.kill([waits])
+    assert waits.finished and kernel.tasks == []
 
 
 @pytest.mark.parametrize("method", ["flush_cache", "update_weights_from_distributed"])

@@ -12,6 +12,7 @@ from harness.sim.play import Play
 from harness.sim.schedulers.base import Explorer
 from harness.sim.schedulers.exhaustive import Exhaustive
 from harness.sim.schedulers.fair import Fair
+from harness.sim.schedulers.late import Late
 from harness.sim.schedulers.pct import Pct
 from harness.sim.schedulers.races import Step, races_of
 from harness.sim.schedulers.reduced import Reduced
@@ -111,6 +112,12 @@ def test_pct_finds_what_needs_one_rank_to_be_late_for_long() -> None:
     """B02 needs both engines to be asked in opposite order: two preemptions."""
     found = explore(plays.OPPOSITE, Pct(0, 3), schedules=100)
     assert any(summary.startswith("deadlock") for summary in found.outcomes)
+
+
+def test_a_task_that_is_late_runs_only_where_nobody_else_can() -> None:
+    for late in (0, 1):
+        found = explore(plays.LOCK, Late(f"rank{late}"), schedules=10)
+        assert dict(found.outcomes) == {f"well: {{0: {late == 1}, 1: {late == 0}}}": 1} and not found.complete
 
 
 def test_the_checks_raise_with_the_table_and_the_replaying_call() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import harness.sim
+from harness.recording.world import RecordingWorld
 from harness.sim import Scenario, explore, replay
 from harness.sim.explore import Failure, Simulable, run_once, shrink
 from harness.sim.schedule import decode, encode
@@ -95,6 +97,29 @@ def test_an_update_in_a_used_world_is_the_update_in_a_fresh_one() -> None:
             fresh = run_once(OURS, Replaying(run.choices))
             assert fresh.choices == run.choices
             assert _told(fresh.events) == _told(run.events)
+
+
+class Watched:
+    """A scenario that remembers its worlds, weakly."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.worlds: list[weakref.ref[RecordingWorld]] = []
+        self._scenario = scenario
+
+    def simulate(self) -> Simulation:
+        simulation = Simulation(self._scenario)
+        self.worlds.append(weakref.ref(simulation.job.world))
+        return simulation
+
+
+def test_no_world_outlives_its_exploration() -> None:
+    """They are full of cycles, and the collector does not come often: ten thousand faults would fill the memory."""
+    for scenario in (OURS, DEFERRED, Scenario(pp=2, fault="rank1 dies barrier#3")):
+        watched = Watched(scenario)
+        explore(watched, Uniform(1), schedules=4)
+        run_once(watched, Uniform(1))
+        assert len(watched.worlds) == (2 if scenario is OURS else 5)
+        assert all(world() is None for world in watched.worlds)
 
 
 def _told(events: Sequence[Event]) -> list[str]:
