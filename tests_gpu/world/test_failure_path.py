@@ -212,9 +212,13 @@ def test_staged_sync_passes_where_the_old_behaviour_fails(backend: str, checkpoi
 
 # --- leaks ---------------------------------------------------------------------------------------------------------------
 
-@pytest.mark.nccl_timeout(90)
-def test_nothing_leaks_on_sources_and_engines(job: SyncJob, world: World) -> None:
+@pytest.mark.nccl_timeout(150)
+def test_nothing_leaks_on_sources_and_engines(world: World, checkpoints: Callable[..., str], start_job: Job,
+                                              exact: Exact) -> None:
     """Descriptors, sockets and threads after update 10 are those after update 100."""
+    job = start_job(checkpoints("qwen3", 0), args={"update_weight_buffer_size": 1 << 18})
+    job.connect()
+    exact(job.update())
     ranks = [*world.trainer_ranks, *(engine.rank for engine in job.engines)]
 
     def held() -> list[dict[str, Any]]:
