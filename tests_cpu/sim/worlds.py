@@ -16,9 +16,9 @@ def scenarios(draw: st.DrawFn) -> Scenario:
     """tp, pp, dp, cp, ep, vpp; raw and bridge export; up to 3 engines of unequal size; 0 to 5 buckets per stage, empty stages;
     dense and MoE."""
     pp = draw(st.sampled_from([1, 2, 2, 2, 3, 4]))
-    tp = draw(st.sampled_from([n for n in (1, 1, 1, 1, 2, 2, 4) if n * pp <= MAX_RANKS]))
-    dp = draw(st.sampled_from([n for n in (1, 1, 1, 1, 2, 4) if n * tp * pp <= MAX_RANKS]))
-    cp = draw(st.sampled_from([n for n in (1, 1, 1, 2) if n * dp * tp * pp <= MAX_RANKS]))
+    tp = draw(st.sampled_from([n for n in (1, 1, 1, 1, 1, 2, 4) if n * pp <= MAX_RANKS]))
+    dp = draw(st.sampled_from([n for n in (1, 1, 1, 1, 1, 2, 4) if n * tp * pp <= MAX_RANKS]))
+    cp = draw(st.sampled_from([n for n in (1, 1, 1, 1, 2) if n * dp * tp * pp <= MAX_RANKS]))
     moe = draw(st.booleans())
     etp = draw(st.sampled_from([None, 1])) if moe else None
     per_stage, expert_tp = tp * dp * cp, tp if etp is None else etp
