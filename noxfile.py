@@ -43,7 +43,7 @@ def cpu(session: nox.Session) -> None:
 
 @nox.session
 def explore(session: nox.Session) -> None:
-    """A longer exploration of the simulator: ten times as many drawn worlds, every fault in every layout (11 minutes of CPU time)."""
+    """A longer exploration of the simulator: ten times as many drawn worlds, every fault in every layout (11 minutes of CPU)."""
     _prepare(session, [TORCH], lambda: session.install(TORCH))
     session.run("pytest", *_paths(session, "tests_cpu/sim"), "-n", "2", "--dist", "worksteal", "--thorough", "--timeout", "1200",
                 *session.posargs, env=_single_threaded())
