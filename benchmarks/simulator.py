@@ -17,21 +17,13 @@ The first world, pp 2 and one engine of one worker, is the one with a promise: l
 
 from __future__ import annotations
 
-import argparse
-import os
-import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-import torch
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
+from benchmarks.measure import Machine, options, show, write_json
 from harness.sim import Scenario
 from harness.sim.schedulers.base import Explorer
 from harness.sim.schedulers.pct import Pct
@@ -98,32 +90,24 @@ def measure(worlds: Sequence[str], rounds: int, least_ms: float) -> dict[str, di
     return found
 
 
-def table(found: dict[str, dict[str, Contestant]], caption: str) -> Table:
-    shown = Table(title="ms a schedule", title_justify="left", caption=caption, caption_justify="left", box=box.SIMPLE_HEAD)
-    shown.add_column("world", no_wrap=True)
-    for column in (*(f"{how}, CPU" for how in EXPLORERS), "random, wall", "steps", "ranks"):
-        shown.add_column(column, justify="right", no_wrap=True)
-    for world, contestants in found.items():
-        drawn = contestants["random"]
-        shown.add_row(world, *(f"{statistics.median(c.cpu_ms):.2f}" for c in contestants.values()),
-                      f"{statistics.median(drawn.wall_ms):.2f}", f"{statistics.mean(drawn.steps):.0f}",
-                      str(WORLDS[world].layout.world_size))
-    return shown
+def rows(found: dict[str, dict[str, Contestant]]) -> list[list[str]]:
+    return [[world, *(f"{statistics.median(c.cpu_ms):.2f}" for c in contestants.values()),
+             f"{statistics.median(contestants['random'].wall_ms):.2f}", f"{statistics.mean(contestants['random'].steps):.0f}",
+             str(WORLDS[world].layout.world_size)] for world, contestants in found.items()]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.simulator", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9, help="rounds that medians are taken over (default 9)")
-    parser.add_argument("--small", action="store_true", help="a few schedules of each world: whether it runs, not how fast")
+    parser = options("simulator", __doc__ or "", rounds=9)
     parser.add_argument("--only", action="append", choices=list(WORLDS), metavar="WORLD",
                         help=f"this world only; repeatable. There are: {'; '.join(WORLDS)}")
-    options = parser.parse_args(arguments)
-    load = os.getloadavg()[0]
-    found = measure(options.only or list(WORLDS), 1 if options.small else options.rounds, 10 if options.small else 150)
-    caption = (f"{len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}, torch {torch.__version__}; load "
-               f"{load:.1f} before, {os.getloadavg()[0]:.1f} after")
-    Console(file=sys.stdout, width=None if sys.stdout.isatty() else 140).print(table(found, caption))
+    used = parser.parse_args(arguments)
+    machine = Machine.look()
+    found = measure(used.only or list(WORLDS), 1 if used.small else used.rounds, 10 if used.small else 150)
+    show("ms a schedule", ["world", *(f"{how}, CPU" for how in EXPLORERS), "random, wall", "steps", "ranks"], rows(found),
+         machine.caption())
+    write_json(used.json, "simulator", machine, used, {
+        world: {how: {"cpu_ms": c.cpu_ms, "wall_ms": c.wall_ms} for how, c in contestants.items()}
+        for world, contestants in found.items()})
 
 
 if __name__ == "__main__":
